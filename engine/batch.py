@@ -11,6 +11,7 @@ from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 
 PIECE_BLOCKS = 16  # KV blocks that a copy between a pool and other memory moves at most
+MAX_DRAFTS = 7  # draft tokens of a row
 IN_FLIGHT = -1  # input token that stands for last_tokens[slot] on the device, before drafts
 MAX_DRAFT_MASKS = 64  # masks of a step, over all rows, for logit rows after the first of their row
 
@@ -62,10 +63,11 @@ class Batch:
     masks: (row, result of Constraint.allowed()), for each sampling row of a constrained request. A row with drafts has
       1 + num_drafts[r] entries, one for each of its logit rows in order; entry j presumes that drafts 1..j are
       accepted. At most MAX_DRAFT_MASKS entries of a step follow the first one of their row.
-    num_drafts: number of draft tokens at the end of each row, or () without drafts. A row with drafts has
-      counts[r] = num_logits[r] = 1 + num_drafts[r]. It samples a token after its last known token, and one more after
-      each accepted draft: up to 1 + num_drafts[r] tokens. A draft is accepted if it equals the token sampled before
-      it. KV after the last accepted draft is never read. Until the step commits, its request must have no other row.
+    num_drafts: number of draft tokens at the end of each row, at most MAX_DRAFTS, or () without drafts. A row with
+      drafts has counts[r] = num_logits[r] = 1 + num_drafts[r]. It samples a token after its last known token, and one
+      more after each accepted draft: up to 1 + num_drafts[r] tokens. A draft is accepted if it equals the token sampled
+      before it. KV after the last accepted draft is never read. Until the step commits, its request must have no other
+      row.
     repeats: this step repeats the previous one, a position later: the same rows, rung and columns, no admissions, and
       one token a row, which the device knows.
     padded_tokens: tokens after the padding of the batching mode, before the ladder rounds up; above num_tokens only for

@@ -565,7 +565,7 @@ class Scheduler:
       return NO_VERDICTS
     rows = self._launched[batch.step]
     done, failed, num_taken = [], {}, {}
-    for row, _ in batch.masks:
+    for row in dict.fromkeys(row for row, _ in batch.masks):
       request = rows[row]
       constraint = request.constraint
       if constraint is None or request.status is RequestStatus.FINISHED or row in result.bad_rows:

@@ -4,12 +4,22 @@ The device itself is extensions/fake_device/device.py: there a wrong page change
 once.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 import hashlib
 import itertools
 
-from engine.batch import PIECE_BLOCKS, Admission, Batch, BlockCopy, FinishedCopies, TokenLogprobs
+from engine.batch import (
+  IN_FLIGHT,
+  MAX_DRAFT_MASKS,
+  MAX_DRAFTS,
+  PIECE_BLOCKS,
+  Admission,
+  Batch,
+  BlockCopy,
+  FinishedCopies,
+  TokenLogprobs,
+)
 from engine.config import EngineConfig
 from engine.constraint import ConstraintFailed
 from engine.request import FinishReason, Request
@@ -123,8 +133,11 @@ class FakeRunner(FakeDevice):
     for slot, index, _ in batch.new_blocks:
       assert index == lengths[slot], "a block table has a gap"
       lengths[slot] += 1
-    rows = [row for row, _ in batch.masks]
-    assert rows == sorted(set(rows)), "masks are out of order, or twice"
+    numbers = Counter(row for row, _ in batch.masks)
+    assert [row for row, _ in batch.masks] == sorted(numbers.elements()), "masks are out of order"
+    drafts = batch.num_drafts or (0,) * num_rows
+    assert all(number == 1 + drafts[row] for row, number in numbers.items()), "not a mask for each logit row"
+    assert numbers.total() - len(numbers) <= MAX_DRAFT_MASKS, "more masks after drafts than a step has"
     self._writers = {}
     super()._admit(batch)
 
@@ -176,7 +189,9 @@ class FakeRunner(FakeDevice):
   def _make_slot(self, admission: Admission) -> Slot:
     return _CheckedSlot(admission)
 
-  def _run_row(self, batch: Batch, row: int, slot: Slot, masks: Mapping[int, bytes], bad_rows, logprobs) -> list[int]:
+  def _run_row(
+    self, batch: Batch, row: int, slot: Slot, masks: Mapping[int, Sequence[bytes]], bad_rows, logprobs
+  ) -> list[int]:
     assert isinstance(slot, _CheckedSlot)
     block_size = self.config.block_size
     start, count = batch.starts[row], batch.counts[row]
@@ -184,9 +199,15 @@ class FakeRunner(FakeDevice):
     assert 0 <= batch.num_logits[row] <= count
     drafts = batch.num_drafts[row] if batch.num_drafts else 0
     known = start + count - drafts
-    assert not drafts or batch.samples[row] and batch.num_logits[row] > drafts, "guesses that nobody verifies"
+    assert drafts <= MAX_DRAFTS, "more drafts than a row has"
+    assert not drafts or batch.samples[row] and batch.num_logits[row] == count == 1 + drafts, (
+      "drafts without logit rows"
+    )
     if batch.token_ids[row]:
       inputs = list(batch.token_ids[row][: count - drafts])
+      if inputs[0] == IN_FLIGHT:
+        assert drafts and start >= slot.admission.num_prompt_tokens, "no token of this row is in flight"
+        inputs = [slot.last_token]
       assert inputs == slot.token_ids[start:known], "input tokens are not the request's"
     else:
       assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last"

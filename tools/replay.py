@@ -106,7 +106,13 @@ def _compare(recorded: dict[str, Any] | None, replayed: dict[str, Any] | None) -
 
 def _batch(line: dict[str, Any]) -> Batch:
   """Returns the batch in flight at the trace's start, with the fields that commit() reads."""
-  decodes = line["num_decodes"]
+  num_drafts = tuple(line.get("num_drafts", ()))
+  decodes = line["num_decodes"]  # rows without token ids, before those of prompts
+  token_ids = []
+  for count, drafts in zip(line["counts"], num_drafts or (0,) * len(line["counts"]), strict=True):
+    is_decode = not drafts and decodes > 0
+    decodes -= is_decode
+    token_ids.append(() if is_decode else (0,) * count)
   return Batch(
     step=line["step"],
     shape=_shape(line["shape"]),
@@ -116,8 +122,8 @@ def _batch(line: dict[str, Any]) -> Batch:
     counts=tuple(line["counts"]),
     num_logits=tuple(line["num_logits"]),
     samples=tuple(map(bool, line["samples"])),
-    token_ids=((),) * decodes + tuple((0,) * count for count in line["counts"][decodes:]),
-    num_drafts=tuple(line.get("num_drafts", ())),
+    token_ids=tuple(token_ids),
+    num_drafts=num_drafts,
   )
 
 

@@ -5,7 +5,7 @@ their bits. Only `StepLayout` knows offsets: `Packer` writes through it in numpy
 JAX traces a step program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import enum
 from functools import cached_property
@@ -17,7 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.batch import Admission, Batch
+from engine.batch import IN_FLIGHT, MAX_DRAFT_MASKS, MAX_DRAFTS, Admission, Batch
 from engine.device.pooling import PooledStates
 from engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from engine.shapes import StepShape
@@ -29,7 +29,7 @@ _GREEDY_BELOW = 1e-5  # as in vLLM: a lower temperature would overflow
 class Flag(enum.IntFlag):
   """The sampler work of a logit row; a step skips work that none of its rows needs."""
 
-  SAMPLE = 1  # its token becomes last_tokens[slot]
+  SAMPLE = 1  # its token becomes last_tokens[slot], if no later row of its sequence is accepted
   RANDOM = 2  # temperature above 0
   TOP_K = 4
   TOP_P = 8
@@ -38,7 +38,7 @@ class Flag(enum.IntFlag):
   SUPPRESS = 64  # min_tokens not reached
   LOGPROB = 128  # log probability of the row's own token
   TOP_LOGPROBS = 256  # log probabilities of the most likely tokens
-  MASK = 512  # allows only tokens of the slot's mask
+  MASK = 512  # allows only tokens of a mask
 
 
 class Column(enum.IntEnum):
@@ -54,9 +54,12 @@ class Column(enum.IntEnum):
   REPETITION = 7
   FLAGS = 8
   SLOT = 9  # these change from step to step
-  POSITION = 10  # position of the token to sample
-  TARGET = 11  # token with a reported log probability; -1: the sampled token
-  TOKEN = 12  # index of the logit row's token in the packed token axis
+  MASK = 10  # line of SlotState.mask
+  POSITION = 11  # position of the token to sample
+  TARGET = 12  # token with a reported log probability; -1: the sampled token
+  TOKEN = 13  # index of the logit row's token in the packed token axis
+  NUM_DRAFTS = 14  # drafts of its sequence up to its own token, which the preceding logit rows verify
+  DRAFT = 15  # its own token; valid if NUM_DRAFTS is above 0
 
 
 _NUM_SLOT_COLUMNS = Column.FLAGS + 1
@@ -230,12 +233,14 @@ class LogitRows:
     last: int32[rows of the batch], each row's last logit row, which samples.
     wants: row -> (first logit row, one number of alternatives for each logit row), for rows that want logprobs.
     targets: int32[logit rows], as packed.
+    drafts: (row, first logit row, drafts) for each row with drafts, in order.
     plain: every row samples from its only logit row, and min_tokens suppresses nothing.
   """
 
   last: np.ndarray
   wants: dict[int, tuple[int, tuple[int, ...]]]
   targets: np.ndarray
+  drafts: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
   plain: bool = False
 
   @property
@@ -381,6 +386,17 @@ class Packer:
     if params.prompt_logprobs is not None:
       self._known[slot] = admission.token_ids
 
+  def mask_lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
+    """Yields each mask of the step and its line of SlotState.mask: the slot's, or a further one after a draft."""
+    line, latest = self._num_slots, -1
+    for row, mask in batch.masks:
+      if row == latest:
+        line += 1
+        yield line, mask
+      else:
+        yield batch.slots[row], mask
+      latest = row
+
   def has_adapters(self, batch: Batch) -> bool:
     """Returns whether a row of the step has an adapter."""
     return not self._adapted.isdisjoint(batch.slots)
@@ -426,7 +442,7 @@ class Packer:
       return _field(layout, packed, name)
 
     columns = field("columns")
-    columns[Column.SLOT] = self._num_slots
+    columns[Column.SLOT : Column.MASK + 1] = self._num_slots
     columns[Column.TARGET] = -1
     rows = len(batch.slots)
     if not rows:
@@ -462,7 +478,8 @@ class Packer:
     if any(batch.token_ids):
       for row, ids in enumerate(batch.token_ids):
         if ids:
-          tokens[first[row] : ends[row]] = ids
+          in_flight = ids[0] == IN_FLIGHT
+          tokens[first[row] + in_flight : ends[row]] = ids[in_flight:]
     np.take(self._block_tables, slots, axis=0, out=field("block_tables")[:rows], mode="clip")
     pages, offsets = np.divmod(positions, self._block_size)
     blocks = self._block_tables[slots[row_of_token], pages]
@@ -490,11 +507,12 @@ class Packer:
     else:
       row = np.repeat(np.arange(rows), num_logits)
       back = (logit_ends[row] - 1) - np.arange(total, dtype=np.int32)  # distance from the row's last position
-    final = samples[row] & (back == 0)
+    num_after = np.array(batch.num_drafts, np.int32)[row] if batch.num_drafts else 0
+    final = samples[row] & (back <= num_after)
     slot = slots[row]
     live = columns[:, :total]
     live[:_NUM_SLOT_COLUMNS] = self._columns[:, slot]
-    live[Column.SLOT] = slot
+    live[Column.SLOT : Column.MASK + 1] = slot
     live[Column.POSITION] = kv_lens[row] - back
     live[Column.TOKEN] = ends[row] - 1 - back
     flags = live[Column.FLAGS]
@@ -504,6 +522,9 @@ class Packer:
     if suppresses:
       flags[suppress] |= int(Flag.SUPPRESS)
       _field(layout, packed, "stop_ids")[:total] = self._stop_ids[slot]
+    drafts: list[tuple[int, int, tuple[int, ...]]] = []
+    if batch.num_drafts:
+      self._pack_drafts(batch, live, logit_ends, drafts)
     wants: dict[int, tuple[int, tuple[int, ...]]] = {}
     if self._logprobs:
       for index, slot_of_row in enumerate(batch.slots):
@@ -513,12 +534,38 @@ class Packer:
           if numbers:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
     plain = not suppresses and total == rows and bool(final.all())
-    return LogitRows(last, wants, live[Column.TARGET].copy(), plain)
+    return LogitRows(last, wants, live[Column.TARGET].copy(), tuple(drafts), plain)
+
+  def _pack_drafts(
+    self,
+    batch: Batch,
+    live: np.ndarray,
+    logit_ends: np.ndarray,
+    drafts: list[tuple[int, int, tuple[int, ...]]],
+  ) -> None:
+    """Fills the columns of rows with drafts, and adds these rows to `drafts`; see LogitRows."""
+    line = self._num_slots + 1  # of the first mask that is no slot's
+    for row, count in enumerate(batch.num_drafts):
+      if not count:
+        continue
+      assert count <= MAX_DRAFTS, f"row {row} has {count} drafts; the limit is {MAX_DRAFTS}"
+      assert batch.samples[row] and batch.counts[row] == batch.num_logits[row] == 1 + count, "drafts need logit rows"
+      end = int(logit_ends[row])
+      first, ids = end - count - 1, batch.token_ids[row][1:]
+      live[Column.NUM_DRAFTS, first:end] = range(count + 1)
+      live[Column.DRAFT, first + 1 : end] = ids
+      if live[Column.FLAGS, first] & int(Flag.MASK):
+        live[Column.MASK, first + 1 : end] = range(line, line + count)
+        line += count
+      drafts.append((row, first, ids))
+    assert line <= self._num_slots + 1 + MAX_DRAFT_MASKS, "the step has more than MAX_DRAFT_MASKS masks after drafts"
 
   def _request_logprobs(
     self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray, last: int
   ) -> tuple[int, ...]:
     """Marks the prompt positions of one row; returns the number of alternatives of each of its logit rows."""
+    if batch.num_drafts and batch.num_drafts[row]:
+      return () if params.logprobs is None else (params.logprobs,) * batch.num_logits[row]
     first = last - batch.num_logits[row] + 1
     end = last if batch.samples[row] else last + 1  # the sampled position has no target
     on_prompt = params.prompt_logprobs is not None and end > first

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from engine.batch import MAX_DRAFT_MASKS
 from engine.device import kv_cache, sampler, split_sampler
 from engine.device import mesh as mesh_lib
 from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, unpack
@@ -179,11 +180,13 @@ class ProgramSpec:
     """Abstract sampler state; each device has the columns of its share of the vocabulary."""
     lines, vocab = self.num_slots + 1, self.split.share.vocab_size
 
-    def table(width: int, dtype: Any) -> Any:
+    def table(lines: int, width: int, dtype: Any) -> Any:
       return mesh_lib.spread(self.mesh, (lines, width), dtype, (None, "vocab"))
 
     return SlotState(
-      history=table(vocab, jnp.int32), bias=table(vocab, jnp.float32), mask=table(-(-vocab // 32), jnp.int32)
+      history=table(lines, vocab, jnp.int32),
+      bias=table(lines, vocab, jnp.float32),
+      mask=table(lines + MAX_DRAFT_MASKS, -(-vocab // 32), jnp.int32),
     )
 
   @property
@@ -220,7 +223,7 @@ def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tup
   missing = num_slots - logits.shape[0]
   if missing:  # XLA:CPU crashes on arrays without rows inside of a shard_map
     padding = np.zeros((len(Column), missing), np.int32)
-    padding[Column.SLOT], padding[Column.TARGET] = num_slots, -1
+    padding[Column.SLOT : Column.MASK + 1], padding[Column.TARGET] = num_slots, -1
     rows = SamplingRows(
       columns=jnp.concatenate([rows.columns, padding], axis=1),
       stop_ids=jnp.pad(rows.stop_ids, ((0, missing), (0, 0)), constant_values=-1),
@@ -288,12 +291,14 @@ def step(
     kernels = spec.argmax, spec.sampling, spec.adjust
     if spec.split.num_devices == 1:
       sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
-      slot_state = sampler.remember(slot_state, rows, sampled.tokens)
+      accepted = sampler.accept_drafts(rows, sampled)
+      slot_state = sampler.remember(slot_state, rows, sampled.tokens, accepted)
     else:
       split = spec.vocabulary
       sampled = split_sampler.sample_split(logits, rows, slot_state, split, wide, inputs.num_logit_rows, *kernels)
-      slot_state = split_sampler.remember_split(slot_state, rows, sampled.tokens, split)
-  slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
+      accepted = sampler.accept_drafts(rows, sampled)
+      slot_state = split_sampler.remember_split(slot_state, rows, sampled.tokens, accepted, split)
+  slots = jnp.where(rows.has(Flag.SAMPLE) & sampler.ends_accepted(rows, accepted), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
     sampled = lax.optimization_barrier(sampled)  # otherwise XLA would sample only the returned rows
   last_tokens = last_tokens.at[slots].set(sampled.tokens)

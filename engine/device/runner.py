@@ -103,6 +103,26 @@ jax.monitoring.register_event_duration_secs_listener(_note_compile)
 jax.monitoring.register_event_listener(_note_cache_hit)
 
 
+def _accept_drafts(
+  drafts: Sequence[tuple[int, int, tuple[int, ...]]], sampled: Sequence[int], bad: list[int]
+) -> dict[int, tuple[int, int]]:
+  """Returns row -> (first, end) of the logit rows whose tokens count, as `sampler.accept_drafts` does on the device.
+
+  Args:
+    drafts: see LogitRows.
+    sampled, bad: by logit row. Sets `bad` to 0 after the accepted ones, whose values come from rejected drafts.
+  """
+  accepted = {}
+  for row, first, ids in drafts:
+    count = 0
+    while count < len(ids) and not bad[first + count] and sampled[first + count] == ids[count]:
+      count += 1
+    end, last = first + count + 1, first + len(ids) + 1
+    bad[end:last] = [0] * (last - end)
+    accepted[row] = first, end
+  return accepted
+
+
 class LaunchedStep:
   """A step that the device is running; implements engine.batch.Launched."""
 
@@ -145,12 +165,21 @@ class LaunchedStep:
     num_logits = len(rows.targets)
     # One call for both, then lists, because each kind of numpy call costs 20 us right after a step.
     sampled, bad = output[:2, :num_logits].tolist()
+    accepted = _accept_drafts(rows.drafts, sampled, bad) if rows.drafts else {}
     bad_rows: frozenset[int] = frozenset()
     if any(bad):
       bad_rows = frozenset(np.searchsorted(rows.last, np.flatnonzero(bad)).tolist())
+    logprobs = self._read_logprobs(output[0], output[2].view(np.float32), accepted) if rows.wants else {}
+    embeddings = self._read_embeddings()
+    if accepted:
+      tokens, row_ends = [], []
+      for row, last in enumerate(rows.last.tolist()):
+        first, end = accepted.get(row, (0, 0))
+        tokens += sampled[first:end] or [sampled[last]]
+        row_ends.append(len(tokens))
+      return StepResult(tokens, bad_rows, logprobs, tuple(row_ends), embeddings)
     tokens = sampled if rows.plain else output[0, rows.last].tolist()
-    logprobs = self._read_logprobs(output[0], output[2].view(np.float32)) if rows.wants else {}
-    return StepResult(tokens, bad_rows, logprobs, embeddings=self._read_embeddings())
+    return StepResult(tokens, bad_rows, logprobs, embeddings=embeddings)
 
   def _read_embeddings(self) -> dict[int, bytes]:
     if not self._embedding_rows:
@@ -164,7 +193,9 @@ class LaunchedStep:
         found[row] = pooled.make_embedding()
     return found
 
-  def _read_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> dict[int, tuple[TokenLogprobs, ...]]:
+  def _read_logprobs(
+    self, tokens: np.ndarray, logprobs: np.ndarray, accepted: Mapping[int, tuple[int, int]]
+  ) -> dict[int, tuple[TokenLogprobs, ...]]:
     rows = self._rows
     if rows.wants_top:
       ids, bits = np.asarray(self._top)
@@ -172,6 +203,8 @@ class LaunchedStep:
     found = {}
     for row, (first, numbers) in rows.wants.items():
       entries = []
+      if row in accepted:
+        numbers = numbers[: accepted[row][1] - first]
       for line, number in enumerate(numbers, first):
         token = int(rows.targets[line])
         top = ()
@@ -273,7 +306,6 @@ class ModelRunner:
 
   def launch(self, batch: Batch) -> LaunchedStep:
     """Starts a step and returns at once; never compiles."""
-    assert not batch.num_drafts, "no program verifies drafts"
     call = self.calls.get(batch.shape)
     if call is None:
       raise ShapeNotOnLadder(f"{batch.shape} is not compiled; compiled are {tuple(self.steps)}")
@@ -285,8 +317,8 @@ class ModelRunner:
 
   def _launch(self, batch: Batch, call: StepCall, *adapters: tuple[jax.Array, ...]) -> LaunchedStep:
     """Starts an admitted step by `call`, which takes `adapters` last."""
-    for masks in itertools.batched(batch.masks, programs.NUM_LINES["mask"]):
-      self._set_lines("mask", [(batch.slots[row], np.frombuffer(mask, "<i4")) for row, mask in masks])
+    for masks in itertools.batched(self._packer.mask_lines(batch), programs.NUM_LINES["mask"]):
+      self._set_lines("mask", [(line, np.frombuffer(mask, "<i4")) for line, mask in masks])
     packed = call.take()
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state

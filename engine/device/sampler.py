@@ -23,7 +23,11 @@ The sampler avoids sorts. Truncation searches thresholds, and sampling inverts t
 levels. On an accelerator a tournament finds the most likely tokens, because XLA:GPU sorts for every top_k above 16. On
 a CPU, a sort of [64, 32000] takes 180 ms and Gumbel noise 20 ms, a threshold about 10 ms and the inversion 1 ms.
 
-The sampler reports a row with NaN or Inf logits as bad and sets its other values to 0. Rows never affect each other.
+A sequence with drafts has a logit row for each of them and one more, which all sample. A draft is accepted if the
+preceding row is accepted and sampled it, so the accepted rows' tokens are those of steps without drafts.
+
+The sampler reports a row with NaN or Inf logits as bad and sets its other values to 0. Sequences never affect each
+other.
 """
 
 from collections.abc import Sequence
@@ -36,6 +40,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.batch import MAX_DRAFTS
 from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_kernels.adjust.api import PROMPT_BIT, AdjustParams, Kind, Memory, adjust_logits
@@ -61,8 +66,9 @@ class SlotState:
     history: int32[slots + 1, V], how often the request generated a token, plus PROMPT_BIT for tokens of the prompt.
       Valid only for requests with penalties.
     bias: f32[slots + 1, V], added to the logits; -inf forbids a token. Valid only for requests with biases.
-    mask: int32[slots + 1, ceil(V / 32)], the tokens that an output constraint allows next: token t is bit t % 32 of
-      word t // 32. Valid only for constrained requests; rewritten before each of their sampling steps.
+    mask: int32[slots + 1 + MAX_DRAFT_MASKS, ceil(V / 32)], the tokens that an output constraint allows next: token t is
+      bit t % 32 of word t // 32. Valid only for constrained requests; rewritten before each of their sampling steps.
+      The lines after the padding slot's belong to no slot: they are the masks after drafts, in the order of logit rows.
   """
 
   history: jax.Array
@@ -138,15 +144,34 @@ def _column(values: jax.Array, like: jax.Array) -> jax.Array:
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
+def _shift(values: jax.Array, count: int) -> jax.Array:
+  """Returns the value `count` rows before each row, [S]; 0 before the first row. A negative count: after it."""
+  size = values.shape[0]
+  if count < 0:
+    return jnp.pad(values, (0, -count))[-count:]
+  return jnp.pad(values, (count, 0))[:size]
+
+
+def preceding_drafts(rows: SamplingRows) -> jax.Array:
+  """Returns int32[S, MAX_DRAFTS]: the drafts of each row's sequence up to its own token, latest first; -1 pads."""
+  back = jnp.arange(MAX_DRAFTS, dtype=jnp.int32)
+  tokens = jnp.stack([_shift(rows[Column.DRAFT], count) for count in range(MAX_DRAFTS)], axis=1)
+  return jnp.where(back[None, :] < rows[Column.NUM_DRAFTS][:, None], tokens, -1)
+
+
 def adjust_rows(
   x: jax.Array,
   rows: SamplingRows,
+  drafts: jax.Array,
   state: SlotState,
   num_rows: jax.Array | None,
   by: str,
   suppresses: bool = True,
 ) -> jax.Array:
-  """Applies all steps before the temperature; without `suppresses`, not step 3."""
+  """Applies all steps before the temperature; without `suppresses`, not step 3.
+
+  Args: drafts: int32[S, d], as in adjust_logits; the columns of x that penalties count besides the history.
+  """
   kinds = [
     jnp.where(rows.has(flag), jnp.int32(kind), 0)
     for kind, flag in _ADJUSTMENTS.items()
@@ -155,11 +180,12 @@ def adjust_rows(
   params = AdjustParams(
     kinds=functools.reduce(operator.or_, kinds),
     slot=rows[Column.SLOT],
+    mask=rows[Column.MASK],
     repetition=rows[Column.REPETITION],
     frequency=rows[Column.FREQUENCY],
     presence=rows[Column.PRESENCE],
   )
-  return adjust_logits(x, params, rows.stop_ids, Memory(state.history, state.bias, state.mask), num_rows, by)
+  return adjust_logits(x, params, rows.stop_ids, drafts, Memory(state.history, state.bias, state.mask), num_rows, by)
 
 
 def sample_random_rows(
@@ -266,7 +292,7 @@ def sample(
   bad = ~finite
 
   def adjusted():
-    x = adjust_rows(logits, rows, state, num_rows, adjust_by)
+    x = adjust_rows(logits, rows, preceding_drafts(rows), state, num_rows, adjust_by)
     return x, argmax(x, num_rows, argmax_by)[0]
 
   def chosen():
@@ -285,8 +311,26 @@ def sample(
   return Sampled(tokens, bad, *logprobs)
 
 
-def remember(state: SlotState, rows: SamplingRows, tokens: jax.Array) -> SlotState:
-  """Counts the new tokens of rows with penalties; other rows count in the padding slot, which is never read."""
+def accept_drafts(rows: SamplingRows, sampled: Sampled) -> jax.Array:
+  """Returns bool[S]: the rows whose tokens count, as all drafts of their sequence before them are accepted."""
+  number = rows[Column.NUM_DRAFTS]
+  wrong = (_shift(sampled.tokens, 1) != rows[Column.DRAFT]) | _shift(sampled.bad, 1)
+  accepted = jnp.ones_like(wrong)
+  for back in range(MAX_DRAFTS):
+    accepted &= ~(_shift(wrong, back) & (number > back))
+  return accepted
+
+
+def ends_accepted(rows: SamplingRows, accepted: jax.Array) -> jax.Array:
+  """Returns bool[S]: the last accepted row of each sequence, whose token is its newest."""
+  return accepted & ~_shift(accepted & (rows[Column.NUM_DRAFTS] > 0), -1)
+
+
+def remember(state: SlotState, rows: SamplingRows, tokens: jax.Array, accepted: jax.Array) -> SlotState:
+  """Counts the new tokens of rows with penalties; other rows count in the padding slot, which is never read.
+
+  Args: accepted: see accept_drafts.
+  """
   padding = state.history.shape[0] - 1
-  slots = jnp.where(rows.has(Flag.PENALTY), rows[Column.SLOT], padding)
+  slots = jnp.where(rows.has(Flag.PENALTY) & accepted, rows[Column.SLOT], padding)
   return dataclasses.replace(state, history=state.history.at[slots, tokens].add(1))

@@ -164,7 +164,8 @@ def sample_split(
 
   def adjusted():
     # A penalty neither allows nor forbids a token, so suppression may follow it.
-    x = sampler.adjust_rows(logits, rows, state, num_rows, adjust_by, suppresses=False)
+    _, drafts = split.own(sampler.preceding_drafts(rows))
+    x = sampler.adjust_rows(logits, rows, drafts, state, num_rows, adjust_by, suppresses=False)
     x = _with_padding(x, split, -jnp.inf)
     x = lax.cond(jnp.any(rows.has(Flag.SUPPRESS)), lambda: _suppress(x, rows, split), lambda: x)
     return x, _argmax(x, split, num_rows, argmax_by)[0]
@@ -186,9 +187,11 @@ def sample_split(
   return Sampled(tokens, bad, *logprobs)
 
 
-def remember_split(state: SlotState, rows: SamplingRows, tokens: jax.Array, split: VocabularySplit) -> SlotState:
+def remember_split(
+  state: SlotState, rows: SamplingRows, tokens: jax.Array, accepted: jax.Array, split: VocabularySplit
+) -> SlotState:
   """Like sampler.remember, for this device's tokens."""
   padding = state.history.shape[0] - 1
-  slots = jnp.where(rows.has(Flag.PENALTY), rows[Column.SLOT], padding)
+  slots = jnp.where(rows.has(Flag.PENALTY) & accepted, rows[Column.SLOT], padding)
   _, columns = split.own(tokens)
   return dataclasses.replace(state, history=state.history.at[slots, columns].add(1, mode="drop"))

@@ -15,7 +15,7 @@ import time
 import zlib
 
 from engine.adapters import AdapterWeights
-from engine.batch import Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import IN_FLIGHT, Admission, Batch, StepResult, TokenLogprobs
 from engine.config import EngineConfig
 from engine.constraint import Constraint
 from engine.request import FinishReason, fold_seed
@@ -271,7 +271,9 @@ class FakeDevice:
 
   def _execute(self, batch: Batch) -> StepResult:
     self._admit(batch)
-    masks = dict(batch.masks)
+    masks: dict[int, list[bytes]] = {}  # of each logit row that samples
+    for row, mask in batch.masks:
+      masks.setdefault(row, []).append(mask)
     bad_rows: set[int] = set()
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     tokens: list[int] = []
@@ -299,7 +301,7 @@ class FakeDevice:
     batch: Batch,
     row: int,
     slot: Slot,
-    masks: Mapping[int, bytes],
+    masks: Mapping[int, Sequence[bytes]],
     bad_rows: set[int],
     logprobs: dict[int, tuple[TokenLogprobs, ...]],
   ) -> list[int]:
@@ -309,17 +311,20 @@ class FakeDevice:
     """
     start, params = batch.starts[row], slot.admission.params
     inputs = batch.token_ids[row] or (slot.last_token,)
+    if inputs[0] == IN_FLIGHT:
+      inputs = (slot.last_token, *inputs[1:])
     known = len(inputs) - (batch.num_drafts[row] if batch.num_drafts else 0)
     self._read(slot, start)
     wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
     bad_position = self.poisoned.get(batch.request_ids[row], -1)
     states = self._write(slot, start, inputs[:known], bad_position, wants_logprobs)
-    tokens = [self._sample(batch, row, slot, start + known, masks.get(row), bad_rows)]
+    row_masks = masks.get(row, (None,) * (len(inputs) - known + 1))
+    tokens = [self._sample(batch, row, slot, start + known, row_masks[0], bad_rows)]
     for end, guess in enumerate(inputs[known:], start + known):
       if guess != tokens[-1] or row in bad_rows:
         break
       states += self._write(slot, end, (guess,), bad_position, wants_logprobs)
-      tokens.append(self._sample(batch, row, slot, end + 1, masks.get(row), bad_rows))
+      tokens.append(self._sample(batch, row, slot, end + 1, row_masks[len(tokens)], bad_rows))
     if batch.samples[row]:
       slot.last_token = tokens[-1]
     if wants_logprobs:

@@ -18,6 +18,7 @@ def adjust_logits(
   x: jax.Array,
   params: AdjustParams,
   stop_ids: jax.Array,
+  drafts: jax.Array,
   memory: Memory,
   num_rows: jax.Array | None = None,
   implementation: str = "reference",
@@ -28,7 +29,9 @@ def adjust_logits(
     x: f32[S, V], finite.
     params: one entry a row.
     stop_ids: int32[S, n], the tokens that SUPPRESS forbids while another token is allowed; -1 is padding.
-    memory: per-slot data that rows look up.
+    drafts: int32[S, d], tokens that count once more each as the row's outputs, besides its history; -1, or V and more,
+      is padding. PENALTY reads them.
+    memory: data that rows look up.
     num_rows: int32[1], the number of rows in use, which come first. The result's other rows are arbitrary. None: all.
     implementation: a name of native.IMPLEMENTATIONS.
 
@@ -41,9 +44,10 @@ def adjust_logits(
   for name, array, shape in (
     *((name, column, (rows,)) for name, column in params._asdict().items()),
     ("stop_ids", stop_ids, (rows, stop_ids.shape[-1])),
+    ("drafts", drafts, (rows, drafts.shape[-1])),
     ("history", memory.history, (slots, vocab)),
     ("bias", memory.bias, (slots, vocab)),
-    ("mask", memory.mask, (slots, -(-vocab // 32))),
+    ("mask", memory.mask, (memory.mask.shape[0], -(-vocab // 32))),
   ):
     if array.shape != shape:
       raise ValueError(
@@ -51,6 +55,6 @@ def adjust_logits(
       )
   num_rows = native.pack_row_count("adjust", num_rows)
   if implementation == "reference":
-    return reference.adjust_logits(x, params, stop_ids, memory)
+    return reference.adjust_logits(x, params, stop_ids, drafts, memory)
   call = native.bind_call("adjust", jax.ShapeDtypeStruct(x.shape, x.dtype))
-  return call(x, native.pack_bits(params), stop_ids, *memory, num_rows)
+  return call(x, native.pack_bits(params), stop_ids, drafts, *memory, num_rows)

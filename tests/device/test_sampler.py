@@ -31,13 +31,15 @@ def run(logits, packed, history, bias, mask, wide=False):
   rows, state = inputs.sampling, SlotState(history, bias, mask)
   kernels = ("reference",) * 3 if wide else [native.choose_implementation(name, "cpu") for name in KERNELS]
   sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, *kernels)
-  return sampled, sampler.remember(state, rows, sampled.tokens).history
+  accepted = sampler.accept_drafts(rows, sampled)
+  return sampled, sampler.remember(state, rows, sampled.tokens, accepted).history
 
 
 @functools.partial(jax.jit, static_argnames="by", compiler_options={"xla_backend_optimization_level": 1})
 def adjusted(logits, packed, history, bias, mask, by):
   inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
-  return sampler.adjust_rows(logits, inputs.sampling, SlotState(history, bias, mask), inputs.num_logit_rows, by)
+  rows, state = inputs.sampling, SlotState(history, bias, mask)
+  return sampler.adjust_rows(logits, rows, sampler.preceding_drafts(rows), state, inputs.num_logit_rows, by)
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import pytest
 from engine.device import split_sampler
 from engine.device.mesh import AXIS, make_mesh
 from engine.device.model_input import Packer, unpack
-from engine.device.sampler import Sampled, SlotState
+from engine.device.sampler import Sampled, SlotState, accept_drafts
 from engine.device.split_sampler import VocabularySplit
 from engine.sampling_params import SamplingParams
 from pallas_kernels import native
@@ -46,7 +46,8 @@ def run_split(wide: bool):
     inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
     rows, state = inputs.sampling, SlotState(history, bias, mask)
     sampled = split_sampler.sample_split(logits, rows, state, SPLIT, wide, inputs.num_logit_rows, *kernels)
-    return sampled, split_sampler.remember_split(state, rows, sampled.tokens, SPLIT).history
+    accepted = accept_drafts(rows, sampled)
+    return sampled, split_sampler.remember_split(state, rows, sampled.tokens, accepted, SPLIT).history
 
   split, whole = P(None, AXIS), P()
   function = jax.shard_map(

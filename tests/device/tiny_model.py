@@ -1,6 +1,8 @@
 """A tiny random decoder and what a runner needs to serve it; shared by the tests of this folder."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from flax import nnx
 import jax
@@ -84,6 +86,7 @@ def make_runner(
   progress=lambda *_: None,
   ladder: ShapeLadder | None = None,
   num_host_blocks: int = 0,
+  spec_settings: Mapping[str, Any] | None = None,
 ) -> ModelRunner:
   """A runner over random weights (or `model`), on one device unless `devices` says more. `ladder` outranks budgets."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
@@ -108,6 +111,7 @@ def make_runner(
     num_slots=max_num_seqs,
     num_eos=len(eos),
     attention=attention,
+    **(spec_settings or {}),
   )
   ladder = ladder or ShapeLadder(token_budgets, max_num_seqs)
   with Making(all_programs(spec, ladder.rungs())) as making:

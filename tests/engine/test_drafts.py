@@ -5,10 +5,12 @@ overlap: where guesses are to come true, the token before them must be known.
 """
 
 from collections.abc import Callable
+import copy
 import dataclasses
 import json
 from pathlib import Path
 import random
+from typing import Any
 
 import pytest
 
@@ -47,9 +49,28 @@ def with_guesses(scheduler: Scheduler, batch: Batch, guesses: dict[int, tuple[in
     num_logits=tuple(num_logits),
     token_ids=tuple(token_ids),
     new_blocks=(*batch.new_blocks, *plan.new_blocks),
+    masks=tuple(
+      entry
+      for row, mask in batch.masks
+      for entry in ((row, mask), *((row, after) for after in masks_after(rows[row].constraint, guesses.get(row, ()))))
+    ),
     num_drafts=tuple(len(guesses.get(row, ())) for row in range(len(counts))),
     repeats=False,
   )
+
+
+def masks_after(constraint: Any, guesses: tuple[int, ...]) -> list[bytes]:
+  """The masks after each guess; any mask after one that the constraint does not take, since none is accepted there."""
+  if not guesses:
+    return []
+  ahead, masks = copy.deepcopy(constraint), []
+  for guess in guesses:
+    try:
+      ahead.accept(guess)
+      masks.append(ahead.allowed())
+    except (AssertionError, ConstraintFailed):
+      break
+  return masks + [bytes(len(constraint.allowed()))] * (len(guesses) - len(masks))
 
 
 class GuessingWorld(World):
