@@ -3,7 +3,7 @@
 import dataclasses
 
 from engine.errors import ConfigError
-from engine.settings import SchedulingSettings, check_settings
+from engine.settings import SchedulingSettings, check_settings, check_speculation
 from engine.shapes import PADDED, ShapeLadder, check_prefill_chunk
 
 # The bytes that a CPU reads at 20 GB/s in twenty times the host's part of a step, 0.5 ms.
@@ -59,6 +59,7 @@ class EngineConfig(SchedulingSettings):
 
   def __post_init__(self):
     check_settings(self)
+    check_speculation(self)
     for name in ("vocab_size", "max_model_len", "num_blocks", "block_size", "max_num_seqs", "prefill_chunk"):
       if getattr(self, name) < 1:
         raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; set --{name}")

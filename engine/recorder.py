@@ -36,7 +36,7 @@ class StepRecord(NamedTuple):
     time: engine clock at planning.
     shape_tokens, shape_rows: the rung.
     num_rows: sequences in the step.
-    decode_rows: rows whose input is on the device.
+    decode_rows: rows whose input is on the device, and those with drafts.
     decode_tokens, prefill_tokens: useful tokens of decode rows and of the others; decode tokens beyond one a row are
       drafts.
     decode_keys: keys that the decode rows attend to, position + 1 each.
@@ -219,12 +219,18 @@ class Recorder:
     """Returns the record of a step just launched; keep_record() adds its times."""
     counts, starts = batch.counts, batch.starts
     num_rows, num_tokens = len(counts), sum(counts)
-    decode_rows = batch.token_ids.count(())  # the leading ones
+    first = decode_rows = batch.token_ids.count(())  # the leading ones
     prefill_tokens = prefill_pairs = 0
     if decode_rows == num_rows:
       decode_keys = sum(starts) + num_tokens
     else:
-      decode_keys = sum(starts[:decode_rows]) + sum(counts[:decode_rows])
+      decode_keys = sum(starts[:first]) + sum(counts[:first])
+      for num_drafts in batch.num_drafts[first:]:
+        if not num_drafts:
+          break
+        count = counts[decode_rows]
+        decode_keys += count * starts[decode_rows] + count * (count + 1) // 2
+        decode_rows += 1
       for start, count in zip(starts[decode_rows:], counts[decode_rows:], strict=True):
         prefill_tokens += count
         prefill_pairs += count * start + count * (count + 1) // 2

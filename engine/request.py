@@ -99,7 +99,8 @@ class Request:
   output_token_ids: list[int] = dataclasses.field(default_factory=list)
   num_computed_tokens: int = 0
   num_cached_tokens: int = 0
-  num_in_flight: int = 0  # tokens of launched steps whose values are not known yet
+  num_in_flight: int = 0  # rows that sample in launched steps whose values are not known yet
+  num_drafts: int = 0  # of its row in flight
   num_preemptions: int = 0
   num_lost_tokens: int = 0  # computed tokens lost to preemptions
   first_scheduled_time: float | None = None

@@ -14,14 +14,15 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
     overlap, all constrained requests decode together in every second step; other requests do not wait.
   - A block may be freed while a launched step still writes to it, because steps run in order of launch.
   - The plan of a row with drafts assumes that all are accepted; commit takes back the rejected ones. Until then its
-    request has no other row.
+    request has no other row. Drafts join a step that is already planned: they preempt nobody, and delay no admission.
+    A block for rejected drafts stays with its request, which soon needs it.
   - Planning may evict cached blocks whose copies go to the host pool. Whoever launches the step starts them before it.
 """
 
 import bisect
 
 from engine.admission import AdmissionControl
-from engine.batch import PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import IN_FLIGHT, PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
@@ -39,6 +40,7 @@ from engine.prefix_keys import PrefixKeys
 from engine.prefix_loads import PrefixLoads
 from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
 from engine.shapes import StepShape
+from engine.speculation.speculation import PlannedStep, Speculation
 from engine.steady_decode import SteadyDecode
 from engine.waiting_queue import WaitingQueue, by_rank
 
@@ -55,6 +57,7 @@ class _Plan:
     self.counts: list[int] = []
     self.admissions: list[Admission] = []
     self.new_blocks: list[tuple[int, int, int]] = []
+    self.drafted: list[tuple[Request, tuple[int, ...]]] = []  # decodes with drafts, and their input tokens
 
   def add_row(self, request: Request, count: int) -> None:
     self.requests.append(request)
@@ -101,7 +104,9 @@ class Scheduler:
     self._num_arrivals = 0
     self._num_constrained = 0  # live requests with a constraint
     self._constrained_step = -1  # the latest step in which a constrained request decoded
-    self._steady = SteadyDecode(config.block_size, self._batching.reserves)
+    self._speculation = None if config.speculation == "none" else Speculation(config)
+    self._drafted_step = -1  # the latest step with drafts
+    self._steady = SteadyDecode(config.block_size, self._batching.reserves, self._speculation is not None)
     self._ended: list[Request] = []  # requests finished since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier deadline
 
@@ -186,6 +191,8 @@ class Scheduler:
     self._requests[request.id] = request
     self._num_constrained += request.constraint is not None
     self._policy.note_arrival(request)
+    if self._speculation is not None:
+      self._speculation.add_request(request)
     self._enqueue(request)
 
   def abort_request(
@@ -214,8 +221,10 @@ class Scheduler:
 
   def schedule(self, now: float) -> Batch | None:
     """Plans and returns the next step, or None if nothing can run. The caller must launch it before the next call."""
-    may_join = bool(self._waiting and self._slots)
-    planned = None if may_join else self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
+    changes = bool(self._waiting and self._slots)
+    if self._speculation is not None and self._find_drafts(self._speculation):
+      changes = True
+    planned = None if changes else self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
     if planned is None:
       self._steady.stop_run()
       planned = self._plan_step(now)
@@ -227,6 +236,15 @@ class Scheduler:
     self._launched[batch.step] = rows
     self._policy.charge_step(rows, batch.counts, batch.shape.tokens)
     return batch
+
+  def _find_drafts(self, speculation: Speculation) -> bool:
+    """Returns whether a request has drafts that the next step could verify."""
+    # With overlap, drafts of all requests share a step, so that they wait together.
+    in_turn = self._drafted_step not in self._launched and self._constrained_step not in self._launched
+    if not in_turn or len(self._running) >= self.ladder.max_logits:
+      speculation.skip_drafts()
+      return False
+    return speculation.find_drafts(self._num_steps)
 
   def _plan_step(self, now: float) -> tuple[Batch, list[Request]] | None:
     """Plans a step and its rows from the requests: running ones continue, and waiting ones may join."""
@@ -252,6 +270,8 @@ class Scheduler:
           continue
         if constrained and request.constraint is not None and (held or request.num_in_flight):
           continue  # until the constraint accepts the token in flight
+        if request.num_drafts:
+          continue  # until their number of accepted ones is known
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
         request.num_computed_tokens = position + 1
@@ -285,8 +305,70 @@ class Scheduler:
       # The ladder pads the step to its rung, so prompt tokens in that padding are free.
       num_tokens += self._grow(plan, shape.tokens - num_tokens)
       if may_admit:
-        self._admit(plan, shape.tokens - num_tokens, now)
+        num_tokens += self._admit(plan, shape.tokens - num_tokens, now)
+    if self._speculation is not None and self._speculation.has_drafts and decodes:
+      num_drafts = self._add_drafts(self._speculation, decodes, starts, plan, num_tokens, shape)
+      if num_drafts:
+        padded = num_tokens + num_drafts
+        shape = self.ladder.fit(padded)
     return self._seal(decodes, starts, plan, shape, padded)
+
+  def _add_drafts(
+    self,
+    speculation: Speculation,
+    decodes: list[Request],
+    starts: list[int],
+    plan: _Plan,
+    num_tokens: int,
+    shape: StepShape,
+  ) -> int:
+    """Moves the decodes whose drafts pay from `decodes` and `starts` to plan.drafted; returns the number of drafts."""
+    block_size, pool, ladder = self.config.block_size, self.pool, self.ladder
+    # Each running request may need a block soon, as admissions assume.
+    blocks_left = max(0, pool.num_free - len(self._running))
+    candidates = []
+    for row, request in enumerate(decodes):
+      end = starts[row] + 1
+      spare = (len(request.block_table) + blocks_left) * block_size - end
+      candidate = speculation.make_candidate(row, request, min(request.max_computed_tokens - end, spare))
+      if candidate is not None:
+        candidates.append(candidate)
+    if not candidates:
+      return 0
+    num_logits = len(decodes) + sum(map(self._num_logits, plan.requests, plan.counts))
+    step = PlannedStep(
+      num_tokens=num_tokens,
+      num_decodes=len(decodes),
+      num_others=len(plan.requests),
+      most_drafts=min(ladder.max_tokens - num_tokens, ladder.max_logits - num_logits),
+      num_padding=shape.tokens - num_tokens if self.config.computes_padding else 0,
+    )
+    counts = speculation.choose_counts(self._num_steps, step, candidates)
+    drafted, total = set(), 0
+    for candidate, count in zip(candidates, counts, strict=True):
+      request = decodes[candidate.row]
+      end = starts[candidate.row] + 1
+      spare = len(request.block_table) * block_size - end
+      if count > spare and blocks_left:
+        num_blocks = min(blocks_left, -(-(count - spare) // block_size))
+        self._extend_table(request, num_blocks, plan)
+        blocks_left -= num_blocks
+        spare += num_blocks * block_size
+      count = min(count, spare)
+      if count <= 0:
+        continue
+      known = (IN_FLIGHT,) if request.num_in_flight > 1 else request.known_tokens(end - 1, end)
+      plan.drafted.append((request, known + candidate.tokens[:count]))
+      request.num_computed_tokens += count
+      request.num_drafts = count
+      speculation.start_row(request)
+      drafted.add(candidate.row)
+      total += count
+    if drafted:
+      rows = [row for row in range(len(decodes)) if row not in drafted]
+      decodes[:], starts[:] = [decodes[row] for row in rows], [starts[row] for row in rows]
+      self._drafted_step = self._num_steps
+    return total
 
   def _update_ranks(self, now: float) -> None:
     """Recomputes every rank with the policy; ties stay in the order of arrival."""
@@ -299,9 +381,18 @@ class Scheduler:
   def _seal(
     self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int
   ) -> tuple[Batch, list[Request]]:
-    """Freezes the plan: decodes first, then rows of several tokens. Also returns the rows' requests."""
+    """Freezes the plan: decodes, then those with drafts, then other rows. Also returns the rows' requests."""
     columns = self._steady.columns_of(decodes)
-    more_logits, more_samples, more_token_ids = [], [], []
+    more_requests, more_counts, more_logits, more_samples, more_token_ids = [], [], [], [], []
+    for request, tokens in plan.drafted:
+      starts.append(request.num_computed_tokens - len(tokens))
+      more_requests.append(request)
+      more_counts.append(len(tokens))
+      more_logits.append(len(tokens))
+      more_samples.append(True)
+      more_token_ids.append(tokens)
+    more_requests += plan.requests
+    more_counts += plan.counts
     for request, count in zip(plan.requests, plan.counts, strict=True):
       start = request.num_computed_tokens
       end = start + count
@@ -312,7 +403,7 @@ class Scheduler:
       more_token_ids.append(request.known_tokens(start, end))
       request.num_computed_tokens = end
       request.num_in_flight += reaches_end
-    rows = columns.requests + plan.requests if plan.requests else columns.requests  # the same list, for steady steps
+    rows = columns.requests + more_requests if more_requests else columns.requests  # the same list, for steady steps
     samples = columns.samples + tuple(more_samples)
     masks: tuple[tuple[int, bytes], ...] = ()
     if self._num_constrained:
@@ -324,19 +415,19 @@ class Scheduler:
         ]
       )
     step = self._num_steps
-    if masks and masks[0][0] < len(decodes):
+    if masks and masks[0][0] < len(decodes) + len(plan.drafted):
       self._constrained_step = step
     all_starts = tuple(starts)
-    was_alone, columns.alone = columns.alone, not plan.requests
+    was_alone, columns.alone = columns.alone, not more_requests
     if columns.alone and len(rows) == len(self._running) and not (self._looks_at_all or self._num_constrained):
       self._steady.begin_run(all_starts)
     batch = Batch(
       step=step,
       shape=shape,
-      request_ids=columns.request_ids + tuple([request.id for request in plan.requests]),
-      slots=columns.slots + tuple([request.slot for request in plan.requests]),
+      request_ids=columns.request_ids + tuple([request.id for request in more_requests]),
+      slots=columns.slots + tuple([request.slot for request in more_requests]),
       starts=all_starts,
-      counts=columns.ones + tuple(plan.counts),
+      counts=columns.ones + tuple(more_counts),
       num_logits=columns.ones + tuple(more_logits),
       samples=samples,
       token_ids=columns.token_ids + tuple(more_token_ids),
@@ -344,9 +435,15 @@ class Scheduler:
       new_blocks=tuple(plan.new_blocks),
       masks=masks,
       padded_tokens=padded,
+      num_drafts=self._num_drafts_of_rows(columns.ones, plan) if plan.drafted else (),
       repeats=was_alone and columns.alone,
     )
     return batch, rows
+
+  def _num_drafts_of_rows(self, ones: tuple[int, ...], plan: _Plan) -> tuple[int, ...]:
+    """Returns Batch.num_drafts."""
+    drafted = [len(tokens) - 1 for _, tokens in plan.drafted]
+    return (0,) * len(ones) + tuple(drafted) + (0,) * len(plan.requests)
 
   def _allowed(self, request: Request, constraint: Constraint) -> bytes:
     """Returns the mask of a constraint. If that fails, the request ends when the step returns."""
@@ -514,10 +611,15 @@ class Scheduler:
       self._preempt(victim)
       if victim is request:
         return 0
-    for block in pool.allocate_blocks(min(-(-(count - room) // block_size), pool.num_free)):
+    self._extend_table(request, min(-(-(count - room) // block_size), pool.num_free), plan)
+    return min(count, len(table) * block_size - request.num_computed_tokens)
+
+  def _extend_table(self, request: Request, num_blocks: int, plan: _Plan) -> None:
+    """Appends free blocks to a request's table."""
+    table = request.block_table
+    for block in self.pool.allocate_blocks(num_blocks):
       plan.new_blocks.append((request.slot, len(table), block))
       table.append(block)
-    return min(count, len(table) * block_size - request.num_computed_tokens)
 
   def _preempt(self, victim: Request) -> None:
     """Releases slot and blocks of a victim, which keeps its place in the order and recomputes its KV later."""
@@ -595,7 +697,11 @@ class Scheduler:
     """
     assert not result.row_ends or batch.num_drafts, "several tokens of a row without drafts"
     rows = self._launched.pop(batch.step)
-    seconds = now - max(self._times.pop(batch.step), self._last_commit)
+    planned_at = self._times.pop(batch.step)
+    seconds = now - max(planned_at, self._last_commit)
+    if self._speculation is not None:
+      num_tokens = batch.device_tokens(self.config.computes_padding)
+      self._speculation.note_step(batch, num_tokens, seconds, planned_at < self._last_commit)
     self._last_commit = now
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)
@@ -616,6 +722,8 @@ class Scheduler:
     events: list[TokenEvent] = []
     columns = zip(rows, batch.starts, batch.counts, batch.samples, batch.token_ids, result.tokens_by_row(), strict=True)
     for row, (request, start, count, samples, inputs, tokens) in enumerate(columns):
+      if drafts and drafts[row]:
+        request.num_drafts = 0
       if request.status is finished:
         continue
       if bad_rows and row in bad_rows:
@@ -639,6 +747,8 @@ class Scheduler:
         if request.status is running:
           request.num_computed_tokens -= drafts[row] + 1 - len(tokens)
         num_sampled = len(tokens)
+        if self._speculation is not None:
+          self._speculation.note_row(request, drafts[row], num_sampled - 1, self._num_steps)
         tokens = self._up_to_the_end(request, end - drafts[row], tokens)[: num_taken.get(row)]
         end += len(tokens) - 1 - drafts[row]
         entries = entries[: len(entries) - (num_sampled - len(tokens))]
@@ -743,6 +853,8 @@ class Scheduler:
       if self.loads is not None:
         self.loads.forget_request(request.id)
     request.status = RequestStatus.FINISHED
+    if self._speculation is not None:
+      self._speculation.end_request(request.id)
     self._policy.note_ending(request)
     request.finish_reason = reason
     request.leader = None

@@ -19,6 +19,8 @@ POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")  # engine/policy.py has 
 BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")  # engine/batching.py
 ADMISSION = ("queue", "goodput")  # engine/admission.py
 PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
+SPECULATION = ("none", "ngram")  # engine/speculation has the drafters
+MOST_DRAFTS = 7  # draft tokens of a row in a step
 
 # Values of SchedulingSettings for callers that wait as long as needed: nothing is refused, and nothing times out.
 UNBOUNDED_QUEUE = {
@@ -244,6 +246,23 @@ class SchedulingSettings:
     common=True,
   )
 
+  speculation: str = setting(
+    "none",
+    "Speculative decoding: the step that computes a token also verifies drafts of the next ones. ngram: drafts are "
+    "what followed the latest tokens when the prompt or the output had them before. Outputs do not change. Not with "
+    "--batching=static or dynamic.",
+    group=_BATCHING,
+    choices=SPECULATION,
+    common=True,
+  )
+  num_speculative_tokens: int = setting(
+    MOST_DRAFTS,
+    "With --speculation: most draft tokens of a request in a step; a step has as many as pay.",
+    group=_BATCHING,
+    at_least=1,
+    at_most=MOST_DRAFTS,
+  )
+
   enable_embeddings: bool = setting(
     False,
     "Serves embeddings: every step also returns the final hidden state of each row. Not with --executable_bundle, "
@@ -406,6 +425,15 @@ class DeviceSettings:
     group=_DEVICES,
     common=True,
   )
+
+
+def check_speculation(scheduling: SchedulingSettings) -> None:
+  """Raises ConfigError if a setting excludes speculation."""
+  if scheduling.speculation != "none" and scheduling.batching in ("static", "dynamic"):
+    raise ConfigError(
+      f"speculation={scheduling.speculation} does not go with batching={scheduling.batching}, whose waves decode in "
+      "lockstep; leave out --speculation, or set another --batching"
+    )
 
 
 def check_host_pool(devices: DeviceSettings, scheduling: SchedulingSettings) -> None:

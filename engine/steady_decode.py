@@ -84,10 +84,14 @@ class SteadyDecode:
       step decoded all running requests.
   """
 
-  def __init__(self, block_size: int, reserves: bool):
-    """Args: block_size: tokens a KV block. reserves: running requests hold all blocks that they will need."""
+  def __init__(self, block_size: int, reserves: bool, may_spare: bool = False):
+    """Args:
+    block_size: tokens a KV block.
+    reserves: running requests hold all blocks that they will need.
+    may_spare: some of them may hold blocks that they need only soon, because drafts were rejected.
+    """
     self.steps_left = 0
-    self._block_size, self._reserves = block_size, reserves
+    self._block_size, self._reserves, self._may_spare = block_size, reserves, may_spare
     self._columns = Columns([])
     self._starts: tuple[int, ...] = ()  # starts of the latest step
     # Not yet counted in the requests' num_computed_tokens and num_in_flight:
@@ -120,6 +124,9 @@ class SteadyDecode:
     growing = columns.rows_at_a_block(self._starts, 1, self._block_size)
     if self._reserves:
       growing = []  # their blocks are allocated
+    elif self._may_spare:
+      tables, starts = columns.tables, self._starts
+      growing = [row for row in growing if len(tables[row]) * self._block_size == starts[row] + 1]
     if len(growing) > pool.num_free:
       return None
     self._starts = starts = tuple([start + 1 for start in self._starts])

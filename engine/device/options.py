@@ -5,7 +5,14 @@ import dataclasses
 from engine.batching import takes_chunks
 from engine.errors import ConfigError
 from engine.policy import find_policy_class
-from engine.settings import DeviceSettings, SchedulingSettings, check_host_pool, check_pool_and_ladder, check_settings
+from engine.settings import (
+  DeviceSettings,
+  SchedulingSettings,
+  check_host_pool,
+  check_pool_and_ladder,
+  check_settings,
+  check_speculation,
+)
 from engine.shapes import LadderChoice, choose_ladder
 from pallas_kernels.paged_attention import api
 
@@ -30,6 +37,7 @@ class BuildOptions(DeviceSettings, SchedulingSettings):
 
   def __post_init__(self):
     check_settings(self)
+    check_speculation(self)
     find_policy_class(self.policy)
     names = ("auto", *api.IMPLEMENTATIONS)
     if self.attention not in names:

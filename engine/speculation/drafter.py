@@ -37,3 +37,11 @@ class Drafter(Protocol):
   def forget(self, request_id: str) -> None:
     """Drops all state of a request, known or not."""
     ...
+
+  def num_indexed(self, request_id: str) -> int:
+    """Returns how many of a request's tokens it has taken in, for a trace."""
+    ...
+
+  def restore_index(self, request: Request, num_indexed: int) -> None:
+    """Takes in the first `num_indexed` tokens of a request."""
+    ...

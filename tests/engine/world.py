@@ -273,6 +273,7 @@ class World:
     scheduler = self.scheduler
     running, waiting = list(scheduler._running), list(scheduler._waiting)
     computed = {request.id: request.num_computed_tokens for request in running}
+    drafting = {request.id for request in running if request.num_drafts}  # no row until the step before commits
     loads = scheduler.loads
     was_loading, num_loads = loads is not None and loads.is_loading, loads.host.counts.num_hits if loads else 0
     batch = self._schedule(now)
@@ -290,16 +291,25 @@ class World:
       assert request.num_computed_tokens <= last, "computes a position whose token nobody wants"
     for request in (*victims, *admitted):
       self.left_out.pop(request.id, None)
-    working = [request for request in running if computed[request.id] < request.max_computed_tokens]
+    working = [
+      request
+      for request in running
+      if computed[request.id] < request.max_computed_tokens and request.id not in drafting
+    ]
     if batch is None:
       idle = [request for request in working if not self._may_be_held(request, computed[request.id])]
       assert all(request in victims for request in idle), "nothing runs although something could"
       return None
     rows = dict(zip(batch.request_ids, batch.counts, strict=True))
+    num_drafts = dict(zip(batch.request_ids, batch.num_drafts or (0,) * len(rows), strict=True))
+    assert not drafting & rows.keys(), "a request has a row although its drafts are in flight"
+    for request_id, count in num_drafts.items():
+      assert count <= self.config.num_speculative_tokens and (not count or rows[request_id] == 1 + count)
+      assert (count or request_id in drafting) == scheduler._requests[request_id].num_drafts
     assert not any(victim.id in rows for victim in victims), "a victim was already taken in this step"
     tiers = self.config.policy == "tiers"
     held = self._withholds or tiers and working and working[0].priority > 0
-    if working and working[0] is running[0] and not held:
+    if working and working[0] is next(each for each in running if each.id not in drafting) and not held:
       assert working[0].id in rows, "the first in order does not advance"
     if tiers:
       batch_slots = max(1, int(self.config.max_num_seqs * (1 - self.config.tier_share)))
@@ -310,15 +320,15 @@ class World:
         prefills = request.num_sent_tokens > computed[request.id]
         assert prefills or left_out < 4, f"{request.id} starves"
     for request in kept:
-      if self._may_be_held(request, computed[request.id]):
+      if self._may_be_held(request, computed[request.id]) or request.id in drafting:
         continue
       if request.num_sent_tokens <= computed[request.id] < request.max_computed_tokens:
-        assert rows.get(request.id) == 1, "a decode is stalled"
-    num_decodes = batch.token_ids.count(())
-    num_prefill = sum(batch.counts) - num_decodes
+        assert rows.get(request.id) == 1 + num_drafts[request.id], "a decode is stalled"
+    num_decodes = batch.token_ids.count(()) + sum(map(bool, batch.num_drafts))
+    num_prefill = sum(batch.counts) - num_decodes - sum(batch.num_drafts)
     if self.config.batching == "chunked":
       chunk = self.config.prefill_chunk
-      base = num_decodes + min(num_prefill, chunk)
+      base = num_decodes + sum(batch.num_drafts) + min(num_prefill, chunk)
       assert batch.shape == scheduler.ladder.fit(base), "prefill beyond the chunk takes more than the padding"
       if self.config.computes_padding:
         self.num_grown += num_prefill > chunk

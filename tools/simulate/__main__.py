@@ -64,7 +64,8 @@ _UNLIMITED = {  # by default: a limit would truncate a policy's queue
   "request_timeout_s": 0.0,
 }
 _OF_LADDER = {"token_budgets": (), "prefill_chunk": 0}  # by default, as in engine.shapes
-_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding")
+# A simulated device has no tokens to compare drafts with.
+_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding", "speculation", "num_speculative_tokens")
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""Estimates how many drafts of a request are accepted: a rate for each source, by request and over all. Pure Python.
+
+A row's drafts are accepted up to the first wrong one. So a row is a series of trials with one failure at most, and the
+chance that its first j drafts are accepted is rate**j. Rates are of recent rows: older ones lose weight.
+"""
+
+# Rate of a source before it has been tried. It is optimistic, because a trial costs little.
+_FIRST_GUESSES = {"ngram2": 0.4, "ngram3": 0.55, "ngram4": 0.7, "ngram8": 0.85, "grammar": 0.95}
+_FIRST_GUESS = 0.6  # of other sources
+_LEAST_SHARE = 0.5  # of the first guess, which the rate over all requests never falls below: texts differ
+_GUESS_WEIGHT = 8.0  # trials that the first guess of a source counts as
+_PRIOR_WEIGHT = 2.0  # trials that the rate over all requests counts as, for a request
+_KEEP_OF_SOURCE = 0.99  # weight that older trials keep at each row
+_KEEP_OF_REQUEST = 0.85
+_MOST = 0.98
+
+Trials = dict[str, list[float]]  # source -> weights of accepted drafts and of trials
+
+
+class AcceptanceRates:
+  """The rates of sources over all requests, and with them the estimates for one request."""
+
+  def __init__(self):
+    self._sources: Trials = {}
+
+  def estimate_rate(self, trials: Trials, source: str) -> float:
+    """Returns the chance that the next draft of `source` is accepted, from the trials of a request and of all."""
+    prior = self._prior(source)
+    accepted, tried = trials.get(source, (0.0, 0.0))
+    return min(_MOST, (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT))
+
+  def _prior(self, source: str) -> float:
+    guess = _FIRST_GUESSES.get(source, _FIRST_GUESS)
+    accepted, tried = self._sources.get(source, (0.0, 0.0))
+    return max(_LEAST_SHARE * guess, (accepted + _GUESS_WEIGHT * guess) / (tried + _GUESS_WEIGHT))
+
+  def note_row(self, trials: Trials, source: str, num_drafts: int, num_accepted: int) -> None:
+    """Adds a row with `num_drafts` drafts to a request's trials and to those of all."""
+    num_tried = min(num_drafts, num_accepted + 1)
+    for totals, keep in ((trials, _KEEP_OF_REQUEST), (self._sources, _KEEP_OF_SOURCE)):
+      accepted, tried = totals.get(source, (0.0, 0.0))
+      totals[source] = [accepted * keep + num_accepted, tried * keep + num_tried]
+
+  def state(self) -> Trials:
+    """Returns the trials of all requests as plain JSON values; restore_state() takes them back."""
+    return {source: list(totals) for source, totals in self._sources.items()}
+
+  def restore_state(self, state: Trials) -> None:
+    """Takes back what state() returned."""
+    self._sources = {source: list(totals) for source, totals in state.items()}
+
+
+def forget_half(trials: Trials) -> None:
+  """Halves the weight of a request's trials, so that a changed text is tried again."""
+  for totals in trials.values():
+    totals[0] /= 2
+    totals[1] /= 2

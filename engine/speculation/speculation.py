@@ -1,0 +1,336 @@
+"""Decides which decodes of a step get draft tokens, and how many. Pure Python; may not touch blocks, rows or clocks.
+
+The Scheduler plans a step without drafts, and then lengthens decodes by those that pay. Drafts never change an output:
+the device samples a token at each position with the request's own parameters, and a draft is accepted if it equals the
+sample before it. So this module decides about speed alone, and whatever fails here costs drafts only.
+
+Costs of trying stay small. A request whose drafts fail sleeps, for twice as many steps after each failure, and then is
+tried again. A sleeping request costs a step nothing.
+
+With overlap, a request whose drafts are in flight has no row until they are committed, because its length is unknown.
+So drafts must bring more than the row that it loses, unless all requests wait: then no step runs in between.
+"""
+
+from collections.abc import Mapping, Sequence
+import heapq
+import logging
+from typing import Any, NamedTuple
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.request import Request
+from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
+from engine.speculation.draft_choice import DraftChoice, StepOption, choose_drafts, list_chances
+from engine.speculation.drafter import NO_DRAFT, Drafter
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.step_seconds import UNKNOWN, StepSeconds
+
+_log = logging.getLogger(__name__)
+
+AWAKE = -1
+_LONGEST_SLEEP = 256  # steps
+_DECLINE_STEPS = 32  # steps in which drafts as unlikely as those that did not pay are not considered again
+
+
+class DraftCandidate(NamedTuple):
+  """A decode of the planned step that may get drafts.
+
+  Attributes:
+    row: its index among the decodes.
+    tokens: the drafts, after the last known token or the token in flight; at least one.
+    masks: for a constrained request, the allowed tokens after each draft; else ().
+    chances: the chance that the first 1, 2, ... drafts are accepted.
+  """
+
+  row: int
+  tokens: tuple[int, ...]
+  masks: tuple[bytes, ...]
+  chances: list[float]
+
+
+class PlannedStep(NamedTuple):
+  """A step before drafts.
+
+  Attributes:
+    num_tokens: useful tokens.
+    num_decodes: decode rows.
+    num_others: other rows, which are of prompts.
+    most_drafts: drafts that tokens and logit rows of the largest rung allow.
+    num_padding: tokens that the device would compute as padding.
+  """
+
+  num_tokens: int
+  num_decodes: int
+  num_others: int
+  most_drafts: int
+  num_padding: int
+
+
+class _Tracked:
+  """What is known of a request's drafts.
+
+  Attributes:
+    request: None after its finish.
+    trials: of its drafts; see acceptance.py.
+    num_failures: rows in a row without an accepted draft.
+    wakes_at: step at which it is looked at again, or AWAKE.
+    draft: the proposal for the next step.
+    source: of the drafts in flight.
+  """
+
+  __slots__ = ("request", "trials", "num_failures", "wakes_at", "draft", "source")
+
+  def __init__(self, request: Request):
+    self.request: Request | None = request
+    self.trials: Trials = {}
+    self.num_failures = 0
+    self.wakes_at = AWAKE
+    self.draft = NO_DRAFT
+    self.source = ""
+
+
+class Speculation:
+  """Proposes drafts, learns how many are accepted and what steps cost, and chooses the drafts that pay.
+
+  Call order of a step: find_drafts, then make_candidate for decodes, then choose_counts and start_row for the chosen
+  rows; after the step note_row for each row with drafts, and note_step.
+  """
+
+  def __init__(self, config: EngineConfig):
+    self._most = config.num_speculative_tokens
+    self._overlap = config.overlap
+    self._drafter: Drafter = NgramDrafter()
+    self._tracked: dict[str, _Tracked] = {}
+    self._awake: dict[str, _Tracked] = {}
+    self._sleepers: list[tuple[int, int, _Tracked]] = []  # heap by step; the number makes entries differ
+    self._num_sleeps = 0
+    self._proposing: dict[str, _Tracked] = {}  # requests with a draft for the next step
+    self._rates = AcceptanceRates()
+    ladder = config.ladder if config.computes_padding else None
+    self._plain_seconds = StepSeconds(ladder)
+    # With overlap, steps with drafts often run alone and have the host's part in their time.
+    self._drafted_seconds = StepSeconds(ladder) if config.overlap else self._plain_seconds
+    self._declined_rate, self._declined_until = 0.0, -1
+    self._has_failed = False  # a drafter has raised an error
+
+  # Requests.
+
+  def add_request(self, request: Request) -> None:
+    """Starts to watch a request."""
+    self._tracked[request.id] = self._awake[request.id] = _Tracked(request)
+
+  def end_request(self, request_id: str) -> None:
+    """Drops all state of a request, known or not."""
+    tracked = self._tracked.pop(request_id, None)
+    if tracked is None:
+      return
+    tracked.request = None
+    self._awake.pop(request_id, None)
+    self._proposing.pop(request_id, None)
+    try:
+      self._drafter.forget(request_id)
+    except Exception:
+      self._note_error(request_id)
+
+  def _sleep(self, tracked: _Tracked, until: int) -> None:
+    """Lets a request rest until step `until`."""
+    if tracked.request is not None:
+      tracked.wakes_at = until
+      self._awake.pop(tracked.request.id, None)
+      self._num_sleeps += 1
+      heapq.heappush(self._sleepers, (until, self._num_sleeps, tracked))
+
+  def _wake_requests(self, step: int) -> None:
+    sleepers = self._sleepers
+    while sleepers and sleepers[0][0] <= step:
+      _, _, tracked = heapq.heappop(sleepers)
+      if tracked.request is not None:
+        tracked.wakes_at = AWAKE
+        forget_half(tracked.trials)
+        self._awake[tracked.request.id] = tracked
+
+  def _note_error(self, request_id: str) -> None:
+    """Takes a request's drafts away after an error of a drafter, which it logs once. Call it in `except`."""
+    if not self._has_failed:
+      self._has_failed = True
+      _log.exception("a drafter failed; the request continues without drafts, and later errors are not logged")
+    self._awake.pop(request_id, None)
+    self._proposing.pop(request_id, None)
+
+  # Planning.
+
+  def find_drafts(self, step: int) -> bool:
+    """Makes the proposals for step `step`; returns whether a request has one that may pay."""
+    if self._sleepers:
+      self._wake_requests(step)
+    found: dict[str, _Tracked] = {}
+    self._proposing = found
+    least = self._declined_rate if step < self._declined_until else 0.0
+    drafter, most = self._drafter, self._most + 1  # the first token may stand for one in flight
+    for request_id, tracked in list(self._awake.items()):
+      request = tracked.request
+      if request is None or request.slot < 0 or request.num_drafts:
+        continue
+      try:
+        if not drafter.update(request):
+          continue
+        draft = drafter.propose(request, most)
+      except Exception:  # it may cost drafts only
+        self._note_error(request_id)
+        continue
+      if draft.tokens and (not least or self._rates.estimate_rate(tracked.trials, draft.source) > least):
+        tracked.draft = draft
+        found[request_id] = tracked
+    return bool(found)
+
+  def skip_drafts(self) -> None:
+    """Leaves the next step without drafts, at no cost."""
+    self._proposing = {}
+
+  @property
+  def has_drafts(self) -> bool:
+    """Whether the latest find_drafts() found a draft."""
+    return bool(self._proposing)
+
+  def make_candidate(self, row: int, request: Request, most: int) -> DraftCandidate | None:
+    """Returns the drafts of a decode of the planned step, at most `most`; None without any.
+
+    Args:
+      row: index among the step's decodes.
+      request: num_in_flight counts its row in this step, and one more if its last token is still in flight.
+      most: drafts that its length and its blocks allow.
+    """
+    tracked = self._proposing.get(request.id)
+    if tracked is None:
+      return None
+    num_unknown = request.num_in_flight - 1
+    tokens = tracked.draft.tokens[num_unknown : num_unknown + min(most, self._most)]
+    if not tokens:
+      return None
+    rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
+    return DraftCandidate(row, tokens, (), list_chances(rate, len(tokens), num_unknown))
+
+  def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
+    """Returns the number of drafts of each candidate in step `step`."""
+    chances = [candidate.chances for candidate in candidates]
+    if planned.num_others:
+      return self._choose_for_padding(planned, chances)
+    num_rows, most = planned.num_decodes, planned.most_drafts
+    most = min(most, sum(map(len, chances)))
+    base = self._plain_seconds.estimate_steps(planned.num_tokens, 0)[0]
+    if base == UNKNOWN:
+      return [0] * len(candidates)
+    seconds = self._drafted_seconds.estimate_steps(planned.num_tokens, most, base)
+    rate = num_rows / base
+    if not self._overlap:
+      choice = choose_drafts(chances, StepOption(num_rows, seconds), rate, most)
+    else:
+      choice = self._choose_with_overlap(planned, chances, seconds, rate, most)
+    if not any(choice.counts):
+      self._declined_rate = max(row[0] for row in chances)
+      self._declined_until = step + _DECLINE_STEPS
+    return choice.counts
+
+  def _choose_for_padding(self, planned: PlannedStep, chances: Sequence[Sequence[float]]) -> list[int]:
+    """Chooses drafts beside prompts. They take padding only, because the cost of such steps is not learned."""
+    least = 1.0 if self._overlap else 0.0  # the row that a request with drafts loses
+    paying = [row if sum(row) > least else () for row in chances]
+    most = min(planned.most_drafts, planned.num_padding)
+    return choose_drafts(paying, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most).counts
+
+  def _choose_with_overlap(
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], seconds: list[float], rate: float, most: int
+  ) -> DraftChoice:
+    """Chooses the better of two: drafts for all rows, so that none waits for others, or for those that pay twice."""
+    num_rows, num_drafted = planned.num_decodes, len(chances)
+    best = DraftChoice([0] * num_drafted, rate)
+    if num_drafted == num_rows:
+      best = choose_drafts(chances, StepOption(num_rows, seconds, num_drafted), best.rate, most)
+    paying = [row if sum(row) > 1.0 else () for row in chances]
+    num_waiting = sum(map(bool, paying))
+    if num_waiting and num_waiting < num_rows:
+      rest = self._plain_seconds.estimate_steps(num_rows - num_waiting, 0)[0]
+      if rest == UNKNOWN:  # it takes no longer than the step of all
+        rest = num_rows / rate
+      option = StepOption(2 * num_rows - num_waiting, [each + rest for each in seconds])
+      other = choose_drafts(paying, option, best.rate, most)
+      if any(other.counts):
+        best = other
+    return best
+
+  def start_row(self, request: Request) -> None:
+    """Notes that the request's drafts are in the planned step."""
+    tracked = self._tracked[request.id]
+    tracked.source = tracked.draft.source
+
+  # Results.
+
+  def note_row(self, request: Request, num_drafts: int, num_accepted: int, step: int) -> None:
+    """Learns from the drafts of a live request; `step` is the next step to be planned."""
+    tracked = self._tracked.get(request.id)
+    if tracked is None:
+      return
+    self._rates.note_row(tracked.trials, tracked.source, num_drafts, num_accepted)
+    if num_accepted:
+      tracked.num_failures = 0
+      return
+    tracked.num_failures += 1
+    pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
+    if pause and tracked.wakes_at == AWAKE:
+      self._sleep(tracked, step + pause)
+
+  def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
+    """Learns from the time of a committed step.
+
+    Args:
+      batch: the step.
+      num_tokens: that the device computed.
+      seconds: from planning, or from the commit of the step before if that is later, to its commit.
+      was_behind: the step was planned while the device computed another one.
+    """
+    drafts = batch.num_drafts
+    num_decodes = len(drafts) - drafts.count(0) if drafts else 0
+    if batch.token_ids.count(()) + num_decodes < len(batch.slots):
+      return  # a prompt is in it
+    if drafts:
+      self._drafted_seconds.note_step(num_tokens, seconds)
+    elif was_behind or not self._overlap:
+      self._plain_seconds.note_step(num_tokens, seconds)
+
+  # For traces.
+
+  def state(self) -> dict[str, Any]:
+    """Returns all state of later decisions as plain JSON values; restore_state() is the inverse."""
+    return {
+      "rates": self._rates.state(),
+      "plain_seconds": self._plain_seconds.state(),
+      "drafted_seconds": self._drafted_seconds.state(),
+      "declined": [self._declined_rate, self._declined_until],
+      "requests": {
+        name: {
+          "trials": {source: list(totals) for source, totals in tracked.trials.items()},
+          "num_failures": tracked.num_failures,
+          "wakes_at": tracked.wakes_at,
+          "is_awake": name in self._awake,
+          "source": tracked.source,
+          "num_indexed": self._drafter.num_indexed(name),
+        }
+        for name, tracked in self._tracked.items()
+      },
+    }
+
+  def restore_state(self, state: dict[str, Any], requests: Mapping[str, Request]) -> None:
+    """Takes back what state() returned, for the same live requests by id."""
+    self._rates.restore_state(state["rates"])
+    self._plain_seconds.restore_state(state["plain_seconds"])
+    self._drafted_seconds.restore_state(state["drafted_seconds"])
+    self._declined_rate, self._declined_until = state["declined"]
+    for name, values in state["requests"].items():
+      tracked = self._tracked[name] = _Tracked(requests[name])
+      tracked.trials = {source: list(totals) for source, totals in values["trials"].items()}
+      tracked.num_failures, tracked.source = values["num_failures"], values["source"]
+      if values["is_awake"]:
+        self._awake[name] = tracked
+      elif values["wakes_at"] != AWAKE:
+        self._sleep(tracked, values["wakes_at"])
+      self._drafter.restore_index(requests[name], values["num_indexed"])

@@ -1,0 +1,109 @@
+"""Learns how long a step of decodes takes by its number of tokens, from the steps themselves. Pure Python, no clock.
+
+Where the device computes padding, all steps of a rung take the same time, so padding costs nothing. A size that was
+never measured counts as cheap as the largest smaller one, within a limit: then it is tried, and known. A measurement
+expires, because contexts grow and other work comes and goes.
+"""
+
+from bisect import bisect_left
+
+from engine.shapes import ShapeLadder
+
+UNKNOWN = float("inf")  # seconds of a size that is too far from the measured ones to be tried
+_FEW = 3  # measurements of which the least counts: the first steps of a size may wait for something else
+_RECENT = 0.1  # weight of a measurement among the later ones
+_MOST_TIMES_LONGER = 2.0  # a longer step counts as this many times the estimate: it waited for something else
+_LEAST_SECONDS = 1e-9  # of a step, for clocks that stand still
+_EXPIRES_AFTER = 512  # measured steps
+_EXACT_TOKENS = 32  # sizes up to this are apart; above, about one in eight tokens differs
+_STEPS_OF_A_POWER = 8
+
+
+class StepSeconds:
+  """Estimates of a step's seconds by its number of tokens."""
+
+  def __init__(self, ladder: ShapeLadder | None):
+    """Args: ladder: its rungs are the sizes, since the device computes padding; None: it computes tokens in use."""
+    self._ladder = ladder
+    self._points: dict[int, list[float]] = {}  # size -> number of measurements, seconds, time of the latest
+    self._sizes: list[int] = []  # sorted
+    self._num_noted = 0
+
+  def note_step(self, num_tokens: int, seconds: float) -> None:
+    """Adds a measured step of `num_tokens`."""
+    size = self._size_of(num_tokens)
+    seconds = max(seconds, _LEAST_SECONDS)
+    self._num_noted += 1
+    point = self._points.get(size)
+    if point is None:
+      self._points[size] = [1, seconds, self._num_noted]
+      self._sizes = sorted(self._points)
+      return
+    count, known, _ = point
+    if count < _FEW:
+      known = min(known, seconds)
+    else:
+      known += _RECENT * (min(seconds, _MOST_TIMES_LONGER * known) - known)
+    point[:] = count + 1, known, self._num_noted
+
+  def estimate_steps(self, num_tokens: int, count: int, base: float = UNKNOWN) -> list[float]:
+    """Returns the seconds of steps of `num_tokens` and of up to `count` more tokens; never decreasing.
+
+    [UNKNOWN, ...] if no smaller or equal size was measured lately: such a step must be measured first.
+
+    Args: base: seconds of a step of `num_tokens` of another kind, if this one was not measured.
+    """
+    self._drop_expired()
+    sizes, seconds = self._sizes, {size: point[1] for size, point in self._points.items()}
+    first = self._size_of(num_tokens)
+    if base != UNKNOWN and first not in seconds:
+      seconds[first] = base
+      sizes = sorted(seconds)
+    found, least = [], 0.0
+    for tokens in range(num_tokens, num_tokens + count + 1):
+      least = max(least, self._estimate_step(self._size_of(tokens), sizes, seconds))
+      found.append(least)
+    return found
+
+  def _estimate_step(self, size: int, sizes: list[int], seconds: dict[int, float]) -> float:
+    if size in seconds:
+      return seconds[size]
+    above = bisect_left(sizes, size)
+    if not above:
+      return UNKNOWN
+    below = sizes[above - 1]
+    if above == len(sizes):
+      return seconds[below] if size <= self._largest_trial(below) else UNKNOWN
+    share = (size - below) / (sizes[above] - below)
+    return seconds[below] + share * (seconds[sizes[above]] - seconds[below])
+
+  def _largest_trial(self, known: int) -> int:
+    """Returns the largest size that may be tried if `known` is the largest measured one."""
+    if self._ladder is None:
+      return 2 * known + 8
+    budgets = self._ladder.token_budgets
+    return budgets[min(bisect_left(budgets, known) + 1, len(budgets) - 1)]
+
+  def _size_of(self, num_tokens: int) -> int:
+    if self._ladder is not None:
+      return self._ladder.fit(num_tokens).tokens
+    if num_tokens <= _EXACT_TOKENS:
+      return num_tokens
+    step = (1 << num_tokens.bit_length() - 1) // _STEPS_OF_A_POWER
+    return -(-num_tokens // step) * step
+
+  def _drop_expired(self) -> None:
+    oldest = self._num_noted - _EXPIRES_AFTER
+    if any(point[2] < oldest for point in self._points.values()):
+      self._points = {size: point for size, point in self._points.items() if point[2] >= oldest}
+      self._sizes = sorted(self._points)
+
+  def state(self) -> dict:
+    """Returns the measurements as plain JSON values; restore_state() takes them back."""
+    return {"num_noted": self._num_noted, "points": [[size, *point] for size, point in self._points.items()]}
+
+  def restore_state(self, state: dict) -> None:
+    """Takes back what state() returned."""
+    self._num_noted = state["num_noted"]
+    self._points = {size: point for size, *point in state["points"]}
+    self._sizes = sorted(self._points)

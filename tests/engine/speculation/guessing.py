@@ -1,0 +1,106 @@
+"""Worlds whose requests get drafts, right and wrong ones: no text foresees the fake device's tokens."""
+
+import dataclasses
+import random
+
+from engine.config import EngineConfig
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.speculation.drafter import NO_DRAFT, Draft
+from engine.speculation.speculation import DraftCandidate, PlannedStep, Speculation
+from tests.engine.world import World, random_config
+from tests.fakes import oracle
+
+
+class GuessingDrafter:
+  """Proposes a request's next tokens, some of them wrong. What is wrong depends on the request and its length alone."""
+
+  def __init__(self, config: EngineConfig, right: float):
+    """Args: right: chance of a right token."""
+    self._config, self._right = config, right
+    self._truth: dict[str, tuple[int, ...]] = {}
+    self.num_forgotten = 0
+
+  def update(self, request: Request) -> bool:
+    return random.Random(f"{request.id} {len(request.output_token_ids)}").random() < 0.8
+
+  def propose(self, request: Request, count: int) -> Draft:
+    if request.constraint is not None:
+      return NO_DRAFT
+    if request.id not in self._truth:
+      self._truth[request.id] = oracle(self._config, request)[0]
+    rng = random.Random(f"{request.id} {len(request.output_token_ids)} x")
+    truth = self._truth[request.id][len(request.output_token_ids) :]
+    vocab_size = self._config.vocab_size
+    tokens = [
+      token if rng.random() < self._right else rng.randrange(vocab_size) for token in [*truth, *range(9)][:count]
+    ]
+    return Draft(tuple(tokens[: rng.randint(0, count)]), rng.choice(("ngram2", "ngram8")))
+
+  def forget(self, request_id: str) -> None:
+    self.num_forgotten += 1
+    self._truth.pop(request_id, None)
+
+  def num_indexed(self, request_id: str) -> int:
+    return 0
+
+  def restore_index(self, request: Request, num_indexed: int) -> None:
+    pass
+
+
+class RandomChoice(Speculation):
+  """Any number of drafts that a step can hold, whether it pays or not."""
+
+  def choose_counts(self, step: int, planned: PlannedStep, candidates: list[DraftCandidate]) -> list[int]:
+    rng, left, counts = random.Random(step), planned.most_drafts, []
+    if planned.num_others:
+      left = min(left, planned.num_padding)
+    for candidate in candidates:
+      counts.append(rng.randint(0, min(left, len(candidate.tokens))))
+      left -= counts[-1]
+    return counts
+
+
+def guessing_config(seed: int, **settings) -> EngineConfig:
+  """A random one of a mode that takes drafts."""
+  rng = random.Random(seed)
+  config = random_config(rng)
+  if config.batching in ("static", "dynamic"):
+    config = dataclasses.replace(config, batching="chunked")
+  most = rng.choice((1, 3, 7, 7))
+  return dataclasses.replace(config, speculation="ngram", num_speculative_tokens=most, **settings)
+
+
+def guess(scheduler: Scheduler, seed: int) -> None:
+  """Replaces the drafter of a scheduler, and in half of the cases the choice of drafts."""
+  rng = random.Random(seed)
+  config = scheduler.config
+  if rng.random() < 0.5:
+    scheduler._speculation = RandomChoice(config)
+  assert scheduler._speculation is not None
+  scheduler._speculation._drafter = GuessingDrafter(config, rng.choice((0.3, 0.8, 1.0)))
+
+
+class GuessingWorld(World):
+  """Attributes: num_drafts, num_accepted: over all rows; num_unknown: rows whose first token was in flight."""
+
+  def __init__(self, seed: int, overlap: bool | None = None, scheduler_class: type[Scheduler] = Scheduler, **settings):
+    super().__init__(seed, scheduler_class, guessing_config(seed, **settings), overlap)
+    guess(self.scheduler, seed)
+    self.num_drafts = self.num_accepted = self.num_unknown = 0
+    launch = self.runner.launch
+
+    def watch(batch):
+      self.num_drafts += sum(batch.num_drafts)
+      self.num_unknown += sum(tokens[0] == -1 for tokens in batch.token_ids if tokens)
+      return launch(batch)
+
+    self.runner.launch = watch  # type: ignore[method-assign]
+    assert self.scheduler._speculation is not None
+    note_row = self.scheduler._speculation.note_row
+
+    def count_row(request: Request, num_drafts: int, num_accepted: int, step: int) -> None:
+      self.num_accepted += num_accepted
+      note_row(request, num_drafts, num_accepted, step)
+
+    self.scheduler._speculation.note_row = count_row  # type: ignore[method-assign]

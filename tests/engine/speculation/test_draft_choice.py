@@ -1,0 +1,98 @@
+"""The number of drafts that pays, by counts: against trying every choice, and by hand."""
+
+import itertools
+import random
+
+import pytest
+
+from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
+from engine.speculation.draft_choice import StepOption, choose_drafts, list_chances
+
+
+def test_chances_are_powers_and_unknown_tokens_count_too():
+  assert list_chances(0.5, 3) == [0.5, 0.25, 0.125]
+  assert list_chances(0.5, 2, 1) == [0.25, 0.125]
+
+
+def test_where_tokens_are_free_all_drafts_pay():
+  chances = [list_chances(0.5, 3), list_chances(0.9, 2)]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 6), 2.0, 5).counts == [3, 2]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 6), 2.0, 3).counts == [1, 2], "the likely ones first"
+
+
+def test_where_time_grows_with_tokens_none_pays():
+  chances = [list_chances(0.9, 7)]
+  seconds = [1.0 + tokens for tokens in range(8)]
+  assert choose_drafts(chances, StepOption(1, seconds), 1.0, 7).counts == [0]
+
+
+def test_a_gain_below_the_margin_is_none():
+  assert choose_drafts([[0.02]], StepOption(1, [1.0, 1.0]), 1.0, 1).counts == [0]
+  assert choose_drafts([[0.04]], StepOption(1, [1.0, 1.0]), 1.0, 1).counts == [1]
+
+
+def test_drafts_fill_a_rung_and_go_on_to_the_next_if_that_pays():
+  seconds = [1.0] * 4 + [1.5] * 4
+  assert choose_drafts([list_chances(0.5, 7)], StepOption(1, seconds), 1.0, 7).counts == [3]
+  assert choose_drafts([list_chances(0.98, 7)], StepOption(1, seconds), 1.0, 7).counts == [7]
+
+
+def test_required_rows_have_a_draft_or_nobody_has():
+  chances = [[0.9, 0.8], [0.1]]
+  seconds = [1.0, 1.0, 1.9, 1.9]
+  assert choose_drafts(chances, StepOption(2, seconds), 2.0, 3).counts == [1, 0]
+  assert choose_drafts(chances, StepOption(2, seconds, 2), 2.0, 3).counts == [0, 0]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 4, 2), 2.0, 2).counts == [1, 1]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 4, 2), 2.0, 1).counts == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_choice_has_more_tokens_a_second(seed: int):
+  rng = random.Random(seed)
+  chances = [list_chances(rng.random(), rng.randint(1, 4), rng.randint(0, 1)) for _ in range(rng.randint(1, 3))]
+  most = rng.randint(1, 12)
+  seconds = list(itertools.accumulate(rng.choice((0.0, 0.0, 0.1, 0.5)) for _ in range(13)))
+  seconds = [1.0 + each for each in seconds]
+  option = StepOption(len(chances), seconds)
+  rate = option.base_tokens / seconds[0]
+  choice = choose_drafts(chances, option, rate, most)
+  best = 1.03 * rate
+  for counts in itertools.product(*(range(len(row) + 1) for row in chances)):
+    if 0 < sum(counts) <= most:
+      tokens = option.base_tokens + sum(sum(row[:count]) for row, count in zip(chances, counts, strict=True))
+      best = max(best, tokens / seconds[sum(counts)])
+  if any(choice.counts):
+    assert choice.rate == pytest.approx(best) and sum(choice.counts) <= most
+    tokens = option.base_tokens + sum(sum(row[:count]) for row, count in zip(chances, choice.counts, strict=True))
+    assert tokens / seconds[sum(choice.counts)] == pytest.approx(best)
+  else:
+    assert best == pytest.approx(1.03 * rate) and choice.rate == rate
+
+
+def test_a_rate_is_the_share_of_accepted_trials():
+  rates, trials = AcceptanceRates(), Trials()
+  for _ in range(100):
+    rates.note_row(trials, "ngram4", 4, 2)  # two accepted, one failed, one never tried
+  assert rates.estimate_rate(trials, "ngram4") == pytest.approx(2 / 3, abs=0.03)
+  assert rates.estimate_rate({}, "ngram4") == pytest.approx(2 / 3, abs=0.05), "others begin where it stands"
+  for _ in range(100):
+    rates.note_row(trials, "ngram4", 4, 4)
+  assert rates.estimate_rate(trials, "ngram4") > 0.95
+
+
+def test_a_rate_follows_a_request_and_not_only_all():
+  rates, good, bad = AcceptanceRates(), Trials(), Trials()
+  for _ in range(50):
+    rates.note_row(good, "ngram2", 3, 3)
+    rates.note_row(bad, "ngram2", 3, 0)
+  assert rates.estimate_rate(good, "ngram2") > 0.9 > 0.2 > rates.estimate_rate(bad, "ngram2")
+
+
+def test_what_fails_for_all_is_still_tried_by_new_requests():
+  rates, trials = AcceptanceRates(), Trials()
+  for _ in range(1000):
+    rates.note_row(trials, "ngram8", 7, 0)
+  low = rates.estimate_rate(trials, "ngram8")
+  assert low < 0.15 and rates.estimate_rate({}, "ngram8") > 0.4
+  forget_half(trials)
+  assert low < rates.estimate_rate(trials, "ngram8") < 0.4
