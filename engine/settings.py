@@ -253,7 +253,6 @@ class SchedulingSettings:
     "--batching=static or dynamic.",
     group=_BATCHING,
     choices=SPECULATION,
-    common=True,
   )
   num_speculative_tokens: int = setting(
     MOST_DRAFTS,
