@@ -4,8 +4,8 @@ The grammar belongs to the submitter of the request. Its state depends only on t
 which recomputes KV, does not change it.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class ConstraintFailed(Exception):
@@ -36,6 +36,35 @@ class Constraint(Protocol):
     ...
 
 
+class ConstrainedDraft(NamedTuple):
+  """Tokens that may come next under a constraint.
+
+  Attributes:
+    tokens: in order, each allowed after those before.
+    masks: after each token, the allowed next ones, as from Constraint.allowed().
+    is_forced: the first token is the constraint's own, which leaves no choice about it.
+  """
+
+  tokens: tuple[int, ...] = ()
+  masks: tuple[bytes, ...] = ()
+  is_forced: bool = False
+
+
+@runtime_checkable
+class DraftingConstraint(Protocol):
+  """A Constraint that takes part in speculative decoding."""
+
+  def find_draft(self, proposed: Sequence[int], count: int, forces: bool) -> ConstrainedDraft:
+    """Returns at most `count` tokens; does not change the state. An error costs drafts only.
+
+    Args:
+      proposed: tokens that may come next; the draft ends before the first one that is not allowed.
+      count: most tokens.
+      forces: prefers tokens that the constraint leaves no choice about, and adds them after others.
+    """
+    ...
+
+
 CONSTRAINT_BROKE = "the output constraint failed on a token; send the request without it"
 
 
@@ -55,9 +84,21 @@ class FailedConstraint:
 
 
 class Recorded:
-  """Replaces the constraint of a traced request; each commit in the trace holds the verdict."""
+  """Replaces the constraint of a traced request; the trace holds its verdicts and drafts.
+
+  Attributes:
+    draft: tokens of the next draft, and whether it is forced.
+  """
 
   is_done = False
+
+  def __init__(self):
+    self.draft: tuple[tuple[int, ...], bool] = (), False
+
+  def find_draft(self, proposed: Sequence[int], count: int, forces: bool) -> ConstrainedDraft:
+    """See DraftingConstraint."""
+    tokens, is_forced = self.draft
+    return ConstrainedDraft(tokens, (b"",) * len(tokens), is_forced)
 
   def allowed(self) -> bytes:
     return b""

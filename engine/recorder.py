@@ -376,7 +376,9 @@ class Recorder:
     """Traces a planned step; writes no line for an engine without requests."""
     if self._trace is not None and (batch is not None or scheduler.num_waiting or scheduler.num_running):
       line = batch and batch_line(batch, scheduler.config.computes_padding)
-      self._line({"event": "schedule", "now": now, "batch": line})
+      drafts = scheduler.constrained_drafts()
+      found = {name: [draft.is_forced, *draft.tokens] for name, draft in drafts.items()}
+      self._line({"event": "schedule", "now": now, "batch": line} | ({"drafts": found} if found else {}))
 
   def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord, verdicts: Verdicts) -> None:
     """Traces the values of a step; call before committing them."""

@@ -20,18 +20,21 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
 """
 
 import bisect
+from collections.abc import Mapping
 
 from engine.admission import AdmissionControl
-from engine.batch import IN_FLIGHT, PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import IN_FLIGHT, MAX_DRAFT_MASKS, PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.constraint import (
   CONSTRAINT_BROKE,
   NO_VERDICTS,
+  ConstrainedDraft,
   Constraint,
   ConstraintFailed,
   FailedConstraint,
+  Recorded,
   Verdicts,
 )
 from engine.policy import Policy, make_policy
@@ -57,7 +60,8 @@ class _Plan:
     self.counts: list[int] = []
     self.admissions: list[Admission] = []
     self.new_blocks: list[tuple[int, int, int]] = []
-    self.drafted: list[tuple[Request, tuple[int, ...]]] = []  # decodes with drafts, and their input tokens
+    # Decodes with drafts, their input tokens, and for constrained ones the mask after each draft.
+    self.drafted: list[tuple[Request, tuple[int, ...], tuple[bytes, ...]]] = []
 
   def add_row(self, request: Request, count: int) -> None:
     self.requests.append(request)
@@ -142,6 +146,16 @@ class Scheduler:
   def settle_counts(self) -> None:
     """Updates the counters of all requests; call it before reading them. See steady_decode.py."""
     self._steady.settle_counts()
+
+  def constrained_drafts(self) -> Mapping[str, ConstrainedDraft]:
+    """Returns what constraints proposed while the latest step was planned, by request; for a trace."""
+    return {} if self._speculation is None else self._speculation.constrained_drafts
+
+  def set_constrained_drafts(self, drafts: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
+    """Sets what constraints of a trace propose for the next step: tokens, and whether they are forced."""
+    for request in self._requests.values():
+      if isinstance(request.constraint, Recorded):
+        request.constraint.draft = drafts.get(request.id, ((), False))
 
   def take_ended(self) -> list[Request]:
     """Returns the requests that finished since the last call, in order."""
@@ -344,7 +358,7 @@ class Scheduler:
       num_padding=shape.tokens - num_tokens if self.config.computes_padding else 0,
     )
     counts = speculation.choose_counts(self._num_steps, step, candidates)
-    drafted, total = set(), 0
+    drafted, total, masks_left = set(), 0, MAX_DRAFT_MASKS
     for candidate, count in zip(candidates, counts, strict=True):
       request = decodes[candidate.row]
       end = starts[candidate.row] + 1
@@ -354,11 +368,12 @@ class Scheduler:
         self._extend_table(request, num_blocks, plan)
         blocks_left -= num_blocks
         spare += num_blocks * block_size
-      count = min(count, spare)
+      count = min(count, spare, masks_left if candidate.masks else count)
       if count <= 0:
         continue
       known = (IN_FLIGHT,) if request.num_in_flight > 1 else request.known_tokens(end - 1, end)
-      plan.drafted.append((request, known + candidate.tokens[:count]))
+      plan.drafted.append((request, known + candidate.tokens[:count], candidate.masks[:count]))
+      masks_left -= len(candidate.masks[:count])
       request.num_computed_tokens += count
       request.num_drafts = count
       speculation.start_row(request)
@@ -384,7 +399,7 @@ class Scheduler:
     """Freezes the plan: decodes, then those with drafts, then other rows. Also returns the rows' requests."""
     columns = self._steady.columns_of(decodes)
     more_requests, more_counts, more_logits, more_samples, more_token_ids = [], [], [], [], []
-    for request, tokens in plan.drafted:
+    for request, tokens, _ in plan.drafted:
       starts.append(request.num_computed_tokens - len(tokens))
       more_requests.append(request)
       more_counts.append(len(tokens))
@@ -407,11 +422,13 @@ class Scheduler:
     samples = columns.samples + tuple(more_samples)
     masks: tuple[tuple[int, bytes], ...] = ()
     if self._num_constrained:
+      later = {request.id: masks for request, _, masks in plan.drafted}
       masks = tuple(
         [
-          (row, self._allowed(request, request.constraint))
+          (row, mask)
           for row, request in enumerate(rows)
           if request.constraint is not None and samples[row]
+          for mask in (self._allowed(request, request.constraint), *later.get(request.id, ()))
         ]
       )
     step = self._num_steps
@@ -442,7 +459,7 @@ class Scheduler:
 
   def _num_drafts_of_rows(self, ones: tuple[int, ...], plan: _Plan) -> tuple[int, ...]:
     """Returns Batch.num_drafts."""
-    drafted = [len(tokens) - 1 for _, tokens in plan.drafted]
+    drafted = [len(tokens) - 1 for _, tokens, _ in plan.drafted]
     return (0,) * len(ones) + tuple(drafted) + (0,) * len(plan.requests)
 
   def _allowed(self, request: Request, constraint: Constraint) -> bytes:
@@ -701,7 +718,7 @@ class Scheduler:
     seconds = now - max(planned_at, self._last_commit)
     if self._speculation is not None:
       num_tokens = batch.device_tokens(self.config.computes_padding)
-      self._speculation.note_step(batch, num_tokens, seconds, planned_at < self._last_commit)
+      self._speculation.note_step(batch, num_tokens, seconds, planned_at <= self._last_commit)
     self._last_commit = now
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)

@@ -12,6 +12,7 @@ import re
 import typing
 from typing import Any
 
+from engine.batch import MAX_DRAFTS
 from engine.errors import ConfigError
 from engine.shapes import GPU, PADDED, TPU, UNPADDED_CPU, LadderDefault, ShapeLadder, check_prefill_chunk
 
@@ -19,8 +20,7 @@ POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")  # engine/policy.py has 
 BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")  # engine/batching.py
 ADMISSION = ("queue", "goodput")  # engine/admission.py
 PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
-SPECULATION = ("none", "ngram")  # engine/speculation has the drafters
-MOST_DRAFTS = 7  # draft tokens of a row in a step
+SPECULATION = ("none", "ngram", "auto")  # engine/speculation has the drafters
 
 # Values of SchedulingSettings for callers that wait as long as needed: nothing is refused, and nothing times out.
 UNBOUNDED_QUEUE = {
@@ -249,17 +249,17 @@ class SchedulingSettings:
   speculation: str = setting(
     "none",
     "Speculative decoding: the step that computes a token also verifies drafts of the next ones. ngram: drafts are "
-    "what followed the latest tokens when the prompt or the output had them before. Outputs do not change. Not with "
-    "--batching=static or dynamic.",
+    "what followed the latest tokens when the prompt or the output had them before; auto: also tokens that an output "
+    "constraint leaves no choice about. Outputs do not change. Not with --batching=static or dynamic.",
     group=_BATCHING,
     choices=SPECULATION,
   )
   num_speculative_tokens: int = setting(
-    MOST_DRAFTS,
+    MAX_DRAFTS,
     "With --speculation: most draft tokens of a request in a step; a step has as many as pay.",
     group=_BATCHING,
     at_least=1,
-    at_most=MOST_DRAFTS,
+    at_most=MAX_DRAFTS,
   )
 
   enable_embeddings: bool = setting(

@@ -82,6 +82,8 @@ def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch
       if ids != entry["ids"]:
         return f"requests past their deadline were {entry['ids']}, are now {ids}"
     case "schedule":
+      drafts = entry.get("drafts", {})
+      scheduler.set_constrained_drafts({name: (tuple(draft[1:]), draft[0]) for name, draft in drafts.items()})
       batch = scheduler.schedule(entry["now"])
       if batch is not None:
         launched[batch.step] = batch

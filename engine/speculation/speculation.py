@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.constraint import ConstrainedDraft, DraftingConstraint
 from engine.request import Request
 from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
 from engine.speculation.draft_choice import DraftChoice, StepOption, choose_drafts, list_chances
-from engine.speculation.drafter import NO_DRAFT, Drafter
+from engine.speculation.drafter import NO_DRAFT, Draft, Drafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
 _log = logging.getLogger(__name__)
 
 AWAKE = -1
+GRAMMAR = "grammar"  # the source of tokens that a constraint leaves no choice about
 _LONGEST_SLEEP = 256  # steps
 _DECLINE_STEPS = 32  # steps in which drafts as unlikely as those that did not pay are not considered again
 
@@ -38,7 +40,7 @@ class DraftCandidate(NamedTuple):
   Attributes:
     row: its index among the decodes.
     tokens: the drafts, after the last known token or the token in flight; at least one.
-    masks: for a constrained request, the allowed tokens after each draft; else ().
+    masks: for a constrained request, the mask after each draft; else ().
     chances: the chance that the first 1, 2, ... drafts are accepted.
   """
 
@@ -73,7 +75,7 @@ class _Tracked:
     request: None after its finish.
     trials: of its drafts; see acceptance.py.
     num_failures: rows in a row without an accepted draft.
-    wakes_at: step at which it is looked at again, or AWAKE.
+    wakes_at: step at which it is looked at again, or AWAKE. Of a constrained request only the drafter's drafts rest.
     draft: the proposal for the next step.
     source: of the drafts in flight.
   """
@@ -104,13 +106,17 @@ class Speculation:
     self._awake: dict[str, _Tracked] = {}
     self._sleepers: list[tuple[int, int, _Tracked]] = []  # heap by step; the number makes entries differ
     self._num_sleeps = 0
-    self._proposing: dict[str, _Tracked] = {}  # requests with a draft for the next step
+    self._proposing: dict[str, _Tracked] = {}  # requests with a draft for the next step, or a constraint
+    self._forces = config.speculation == "auto"
+    self.constrained_drafts: dict[str, ConstrainedDraft] = {}  # of the latest planned step, for a trace
     self._rates = AcceptanceRates()
     ladder = config.ladder if config.computes_padding else None
     self._plain_seconds = StepSeconds(ladder)
     # With overlap, steps with drafts often run alone and have the host's part in their time.
     self._drafted_seconds = StepSeconds(ladder) if config.overlap else self._plain_seconds
     self._declined_rate, self._declined_until = 0.0, -1
+    self._step = 0  # for which find_drafts() has made proposals
+    self._least_rate = 0.0  # drafts of the next step that are as unlikely as this are not considered
     self._has_failed = False  # a drafter has raised an error
 
   # Requests.
@@ -164,21 +170,25 @@ class Speculation:
     if self._sleepers:
       self._wake_requests(step)
     found: dict[str, _Tracked] = {}
+    self.skip_drafts()
     self._proposing = found
-    least = self._declined_rate if step < self._declined_until else 0.0
+    self._step = step
+    least = self._least_rate = self._declined_rate if step < self._declined_until else 0.0
     drafter, most = self._drafter, self._most + 1  # the first token may stand for one in flight
     for request_id, tracked in list(self._awake.items()):
       request = tracked.request
       if request is None or request.slot < 0 or request.num_drafts:
         continue
       try:
-        if not drafter.update(request):
-          continue
-        draft = drafter.propose(request, most)
+        draft = drafter.propose(request, most) if drafter.update(request) else NO_DRAFT
       except Exception:  # it may cost drafts only
         self._note_error(request_id)
         continue
-      if draft.tokens and (not least or self._rates.estimate_rate(tracked.trials, draft.source) > least):
+      if request.constraint is not None:
+        if not request.num_in_flight and isinstance(request.constraint, DraftingConstraint):
+          tracked.draft = draft
+          found[request_id] = tracked
+      elif draft.tokens and (not least or self._rates.estimate_rate(tracked.trials, draft.source) > least):
         tracked.draft = draft
         found[request_id] = tracked
     return bool(found)
@@ -186,10 +196,11 @@ class Speculation:
   def skip_drafts(self) -> None:
     """Leaves the next step without drafts, at no cost."""
     self._proposing = {}
+    self.constrained_drafts = {}
 
   @property
   def has_drafts(self) -> bool:
-    """Whether the latest find_drafts() found a draft."""
+    """Whether the latest find_drafts() found a draft, or a constraint that may have one."""
     return bool(self._proposing)
 
   def make_candidate(self, row: int, request: Request, most: int) -> DraftCandidate | None:
@@ -201,14 +212,43 @@ class Speculation:
       most: drafts that its length and its blocks allow.
     """
     tracked = self._proposing.get(request.id)
-    if tracked is None:
+    if tracked is None or most <= 0:
       return None
+    if request.constraint is not None:
+      return self._make_constrained(row, request, tracked, min(most, self._most))
     num_unknown = request.num_in_flight - 1
     tokens = tracked.draft.tokens[num_unknown : num_unknown + min(most, self._most)]
     if not tokens:
       return None
     rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
     return DraftCandidate(row, tokens, (), list_chances(rate, len(tokens), num_unknown))
+
+  def _make_constrained(self, row: int, request: Request, tracked: _Tracked, most: int) -> DraftCandidate | None:
+    """Returns the draft that the request's constraint makes of the drafter's."""
+    constraint = request.constraint
+    assert isinstance(constraint, DraftingConstraint)
+    if self._step < tracked.wakes_at:
+      tracked.draft = NO_DRAFT
+    elif tracked.wakes_at != AWAKE:
+      tracked.wakes_at = AWAKE
+      forget_half(tracked.trials)
+    rate_of_draft = self._rates.estimate_rate(tracked.trials, tracked.draft.source) if tracked.draft.tokens else 0.0
+    rate = self._rates.estimate_rate(tracked.trials, GRAMMAR) if self._forces else 0.0
+    if max(rate_of_draft, rate) <= self._least_rate:
+      return None
+    try:
+      draft = constraint.find_draft(tracked.draft.tokens[:most], most, self._forces)
+    except Exception:  # foreign code, whose errors may cost drafts only
+      self._note_error(request.id)
+      return None
+    if not draft.tokens:
+      return None
+    self.constrained_drafts[request.id] = draft
+    if draft.is_forced:
+      tracked.draft = Draft(draft.tokens, GRAMMAR)
+    else:
+      rate = rate_of_draft
+    return DraftCandidate(row, draft.tokens, draft.masks, list_chances(rate, len(draft.tokens)))
 
   def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
     """Returns the number of drafts of each candidate in step `step`."""
@@ -227,7 +267,7 @@ class Speculation:
     else:
       choice = self._choose_with_overlap(planned, chances, seconds, rate, most)
     if not any(choice.counts):
-      self._declined_rate = max(row[0] for row in chances)
+      self._declined_rate = max(row[0] for row in chances)  # with a token in flight less than the rate
       self._declined_until = step + _DECLINE_STEPS
     return choice.counts
 
@@ -276,7 +316,9 @@ class Speculation:
       return
     tracked.num_failures += 1
     pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
-    if pause and tracked.wakes_at == AWAKE:
+    if request.constraint is not None:
+      tracked.wakes_at = step + pause
+    elif pause:
       self._sleep(tracked, step + pause)
 
   def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
@@ -331,6 +373,7 @@ class Speculation:
       tracked.num_failures, tracked.source = values["num_failures"], values["source"]
       if values["is_awake"]:
         self._awake[name] = tracked
+        tracked.wakes_at = values["wakes_at"]
       elif values["wakes_at"] != AWAKE:
         self._sleep(tracked, values["wakes_at"])
       self._drafter.restore_index(requests[name], values["num_indexed"])

@@ -1,0 +1,225 @@
+"""Drafts under constraints: each position has its own mask, and tokens that leave no choice are drafts."""
+
+import copy
+import dataclasses
+import json
+import random
+
+import pytest
+
+from engine.batch import MAX_DRAFT_MASKS
+from engine.constraint import ConstrainedDraft
+from engine.engine import Engine
+from engine.request import FinishReason, Request
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from tests.engine.speculation.guessing import GuessingDrafter, RandomChoice
+from tests.engine.test_engine import Front
+from tests.fakes import FakeConstraint, FakeRunner, VirtualClock, oracle, small_config, tokens_of
+from tools import replay
+from tools.chaos.server.books import check_scheduler
+
+CONFIG = small_config(
+  token_budgets=(4, 8, 16, 32),
+  max_num_seqs=16,
+  max_queued_requests=64,
+  queue_timeout_s=0.0,
+  request_timeout_s=0.0,
+  eos_token_ids=(1,),
+  speculation="auto",
+)
+
+
+class Drafting(FakeConstraint):
+  """Allows one token only after each third one, and knows it."""
+
+  def allowed(self) -> bytes:
+    mask = super().allowed()
+    if self._state[1] % 3:
+      return mask
+    return (1 << tokens_of(mask)[0]).to_bytes(len(mask), "little")
+
+  def find_draft(self, proposed, count: int, forces: bool) -> ConstrainedDraft:
+    twin, tokens, masks = copy.deepcopy(self), [], []
+    follow, is_forced = list(proposed), False
+    while len(tokens) < count:
+      allowed = tokens_of(twin.allowed())
+      if forces and len(allowed) == 1:
+        is_forced = is_forced or not tokens
+        follow = [*follow[: len(tokens)], *allowed] if is_forced else [*tokens, *allowed, *follow[len(tokens) + 1 :]]
+      if len(tokens) == len(follow) or follow[len(tokens)] not in allowed:
+        break
+      try:
+        twin.accept(follow[len(tokens)])
+      except Exception:
+        break
+      if twin.is_done:
+        break
+      tokens.append(follow[len(tokens)])
+      masks.append(twin.allowed())
+    return ConstrainedDraft(tuple(tokens), tuple(masks), is_forced)
+
+
+def some_requests(seed: int, count: int = 24) -> list[Request]:
+  """Two of three constrained; the same at every call."""
+  rng = random.Random(seed)
+  requests = []
+  for number in range(count):
+    params = SamplingParams(
+      max_tokens=rng.choice((1, 2, rng.randint(3, 30))),
+      temperature=rng.choice((0.0, 1.0)),
+      seed=number,
+      min_tokens=rng.choice((0, 1)),
+      ignore_eos=rng.random() < 0.5,
+      stop_token_ids=rng.choice(((), (5, 6))),
+    )
+    constraint = Drafting(50, rng.choice((None, 1, rng.randint(2, 20)))) if number % 3 else None
+    prompt = [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+    requests.append(Request(f"r{number}", prompt, params, constraint=constraint))
+  return requests
+
+
+class KnowingDrafter(GuessingDrafter):
+  """Knows the outputs of constrained requests too."""
+
+  def propose(self, request: Request, count: int):
+    constraint, request.constraint = request.constraint, None
+    try:
+      return super().propose(request, count)
+    finally:
+      request.constraint = constraint
+
+
+def serve(seed: int, trace: str = "", **changes):
+  """Serves some requests to their end; returns the engine, the front end, the batches and what each should yield."""
+  config = dataclasses.replace(CONFIG, **changes)
+  scheduler, front, clock, rng = Scheduler(config), Front(), VirtualClock(), random.Random(seed)
+  if seed % 2:
+    scheduler._speculation = RandomChoice(config)
+  assert scheduler._speculation is not None
+  drafter = scheduler._speculation._drafter = KnowingDrafter(config, 0.8)
+  runner, batches = FakeRunner(config), []
+  launch = runner.launch
+  runner.launch = lambda batch: batches.append(batch) or launch(batch)
+  engine = Engine(scheduler, runner, clock, front)
+  if trace:
+    engine.start_trace(trace)
+  wanted = {request.id: oracle(config, request) for request in some_requests(seed)}
+  drafter._truth = {name: tokens for name, (tokens, _) in wanted.items()}
+  forget = drafter.forget
+  drafter.forget = lambda request_id: None
+  for request in some_requests(seed):
+    engine.submit(request)
+    for _ in range(rng.randint(0, 3)):
+      engine.step()
+      clock.advance(0.01)
+  while engine.num_live:
+    engine.step()
+    assert engine.dead is None, engine.dead
+    check_scheduler(scheduler)
+    clock.advance(0.01)
+  engine.step()
+  forget("")
+  assert scheduler.pool.num_used == 0
+  assert {name: (front.tokens(name), *front.endings()[name]) for name in wanted} == wanted
+  return engine, front, batches
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("speculation", ["ngram", "auto"])
+def test_tokens_and_finishes_are_those_without_drafts(speculation: str, overlap: bool):
+  masked = plain = preemptions = 0
+  for seed in range(12):
+    batching = ("chunked", "continuous")[seed % 2]
+    engine, _, batches = serve(
+      seed, speculation=speculation, overlap=overlap, batching=batching, num_blocks=(40, 13)[seed % 3 == 1]
+    )
+    for batch in batches:
+      rows = {row for row, _ in batch.masks}
+      masked += sum(count for row, count in enumerate(batch.num_drafts) if row in rows)
+      plain += sum(count for row, count in enumerate(batch.num_drafts) if row not in rows)
+    preemptions += engine.stats().num_preemptions
+  assert masked > 60 and plain > 60 and preemptions, (masked, plain, preemptions)
+
+
+def test_forced_tokens_are_drafts_of_auto_alone():
+  def num_drafts(speculation: str) -> int:
+    config = dataclasses.replace(CONFIG, speculation=speculation, overlap=False)
+    scheduler, runner, front = Scheduler(config), FakeRunner(config), Front()
+    engine = Engine(scheduler, runner, VirtualClock(), front)
+    drafts, launch = [], runner.launch
+    runner.launch = lambda batch: drafts.append(sum(batch.num_drafts)) or launch(batch)
+    for number in range(4):
+      params = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
+      engine.submit(Request(f"r{number}", [number], params, constraint=Drafting(50)))
+    while engine.num_live:
+      engine.step()
+    return sum(drafts)
+
+  assert num_drafts("auto") > 20
+  assert num_drafts("ngram") < 10
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_has_no_more_masks_than_the_device(overlap: bool):
+  """FakeRunner checks the limit; here it is reached."""
+  config = small_config(
+    token_budgets=(8, 64, 128), max_num_seqs=128, num_blocks=400, overlap=overlap, speculation="ngram", eos_token_ids=()
+  )
+  scheduler = Scheduler(config)
+  scheduler._speculation = RandomChoice(config)
+  drafter = scheduler._speculation._drafter = KnowingDrafter(config, 1.0)
+  runner, front = FakeRunner(config), Front()
+  launch = runner.launch
+  batches = []
+  runner.launch = lambda batch: batches.append(batch) or launch(batch)
+  engine = Engine(scheduler, runner, VirtualClock(), front)
+  requests = {}
+  for number in range(40):
+    params = SamplingParams(max_tokens=30, seed=number, ignore_eos=True)
+    name = f"r{number}"
+    requests[name] = oracle(config, Request(name, [number], params, constraint=Drafting(50)))
+    drafter._truth[name] = requests[name][0]
+    engine.submit(Request(name, [number], params, constraint=Drafting(50)))
+  drafter.forget = lambda request_id: None
+  while engine.num_live:
+    engine.step()
+    assert engine.dead is None, engine.dead
+  assert max(sum(batch.num_drafts) for batch in batches) == MAX_DRAFT_MASKS
+  assert {name: (front.tokens(name), *front.endings()[name]) for name in requests} == requests
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_trace_replays_with_drafts_of_constraints(overlap: bool, tmp_path, monkeypatch: pytest.MonkeyPatch):
+  """The replay knows neither the constraints nor what they proposed, but what the trace says."""
+  path = tmp_path / "trace.jsonl"
+  monkeypatch.setattr("engine.speculation.speculation.NgramDrafter", lambda: KnowingDrafter(CONFIG, 0.0))
+  config = dataclasses.replace(CONFIG, overlap=overlap, num_blocks=16)
+  scheduler, front, clock = Scheduler(config), Front(), VirtualClock()
+  engine = Engine(scheduler, FakeRunner(config), clock, front)
+  for number, request in enumerate(some_requests(2)):
+    if number == 7:
+      engine.start_trace(str(path))
+    engine.submit(request)
+    engine.step()
+    clock.advance(0.01)
+  while engine.num_live:
+    engine.step()
+    clock.advance(0.01)
+  engine.stop_trace()
+  engine.step()
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert sum(bool(line.get("drafts")) for line in lines) > 3
+  assert sum(bool((line.get("batch") or {}).get("num_drafts")) for line in lines) > 3
+  assert replay.main([str(path)]) == 0
+
+
+def test_an_error_of_a_constraint_costs_its_drafts_alone():
+  config = dataclasses.replace(CONFIG, overlap=False)
+  engine = Engine(Scheduler(config), FakeRunner(config), VirtualClock(), front := Front())
+  broken = Drafting(50)
+  broken.find_draft = lambda proposed, count, forces: 1 // 0
+  engine.submit(Request("r", [3], SamplingParams(max_tokens=20, ignore_eos=True), constraint=broken))
+  while engine.num_live:
+    engine.step()
+  assert len(front.tokens("r")) == 20 and front.endings() == {"r": [FinishReason.LENGTH]}
