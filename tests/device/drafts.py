@@ -1,4 +1,4 @@
-"""Serves requests with random drafts straight on a ModelRunner, and compares them with those without drafts.
+"""Serves requests with random drafts straight on a device, and compares them with those without drafts.
 
 No scheduler takes part: the driver makes any batch that the Batch contract allows. Rows come in any order, chunks of
 prompts lie beside decodes, and drafts are right, wrong or right up to some position. A step may be launched behind one
@@ -8,13 +8,14 @@ whose token is in flight, and requests lose their slot at any time and get anoth
 import copy
 import dataclasses
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.batch import IN_FLIGHT, MAX_DRAFT_MASKS, MAX_DRAFTS, Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import IN_FLIGHT, MAX_DRAFT_MASKS, MAX_DRAFTS, Admission, Batch, Runner, StepResult, TokenLogprobs
 from engine.device.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.shapes import StepShape
 from tests.fakes import FakeConstraint, tokens_of
 
 
@@ -65,6 +66,23 @@ class DraftedRequest:
         self.constraint.accept(token)
 
 
+class DraftLimits(NamedTuple):
+  """What a device takes: rungs, slots, blocks of a table, tokens of the vocabulary, and its end-of-sequence ids."""
+
+  shapes: tuple[StepShape, ...]
+  num_slots: int
+  table_width: int
+  vocab_size: int
+  eos_token_ids: tuple[int, ...]
+
+
+def limits_of(runner: ModelRunner) -> DraftLimits:
+  """Returns the limits of a runner, which needs a full table of blocks for each slot."""
+  spec = runner.spec
+  shapes, eos = tuple(runner.steps), runner._packer._eos
+  return DraftLimits(shapes, spec.num_slots, spec.table_width, spec.model.vocab_size, eos)
+
+
 @dataclasses.dataclass
 class DraftCounts:
   """Attributes: what happened: draft rows, drafts accepted and rejected, rows behind a token in flight, bad rows."""
@@ -84,12 +102,19 @@ class DraftCounts:
 class DraftDriver:
   """Serves requests on a runner by random batches."""
 
-  def __init__(self, runner: ModelRunner, requests: list[DraftedRequest], rng: random.Random, poison: int = -1):
+  def __init__(
+    self,
+    runner: Runner,
+    limits: DraftLimits,
+    requests: list[DraftedRequest],
+    rng: random.Random,
+    poison: int = -1,
+  ):
     """Args: poison: a token whose embedding is NaN, which no wrong draft may be; -1: there is none."""
-    self.runner, self.requests, self.rng, self.poison = runner, requests, rng, poison
+    self.runner, self.limits, self.requests, self.rng, self.poison = runner, limits, requests, rng, poison
     self.counts = DraftCounts()
     self._waiting = list(requests)
-    self._free = list(range(runner.spec.num_slots))
+    self._free = list(range(limits.num_slots))
     self._step = 0
 
   def serve_all(self) -> None:
@@ -129,7 +154,7 @@ class DraftDriver:
     Args: behind: requests that may have a row, whose newest token is in flight; None: any, and none is in flight.
     """
     rng, admissions = self.rng, []
-    shape = rng.choice(list(self.runner.steps))
+    shape = rng.choice(self.limits.shapes)
     if behind is None:
       rng.shuffle(self._free)
       while self._waiting and self._free:
@@ -185,7 +210,7 @@ class DraftDriver:
     return batch, [row[0] for row in rows]
 
   def _admit(self, request: DraftedRequest) -> Admission:
-    slot, width = request.slot, self.runner.spec.table_width
+    slot, width = request.slot, self.limits.table_width
     assert slot is not None
     blocks = tuple(range(1 + slot * width, 1 + (slot + 1) * width))
     constrained = request.constraint is not None
@@ -219,10 +244,10 @@ class DraftDriver:
       return start, 1, 1, True, () if on_device else (tokens[-1],), [], 0
     assert request.truth is not None
     truth = request.truth.outputs[position : position + count]
-    drafts = truth + [rng.randrange(2, self.runner.spec.model.vocab_size) for _ in range(count - len(truth))]
+    drafts = truth + [rng.randrange(2, self.limits.vocab_size) for _ in range(count - len(truth))]
     for index in range(count):
       if rng.random() < 0.2:
-        drafts[index] = rng.randrange(self.runner.spec.model.vocab_size)
+        drafts[index] = rng.randrange(self.limits.vocab_size)
     # NaN in the KV of a rejected draft reaches the row's earlier positions: attention multiplies it by 0.
     right = next((index for index, token in enumerate(truth) if drafts[index] != token), len(truth))
     drafts[right:] = [0 if draft == self.poison else draft for draft in drafts[right:]]
@@ -258,8 +283,7 @@ class DraftDriver:
       assert 1 <= len(tokens) <= 1 + drafts
       entries = list(result.logprobs.get(row, ()))
       if not batch.samples[row]:
-        if not request.outputs:  # else it had them before it lost its slot
-          request.prompt_logprobs += entries
+        self._take_prompt(request, entries)
         continue
       if drafts:
         self._check_acceptance(request, batch.token_ids[row][1:], tokens)
@@ -267,14 +291,18 @@ class DraftDriver:
         self.counts.in_flight += batch.token_ids[row][0] == IN_FLIGHT
       wants = request.params.logprobs is not None
       known = len(entries) - len(tokens) if wants else max(0, len(entries) - 1)
-      if not request.outputs:
-        request.prompt_logprobs += entries[:known]
+      self._take_prompt(request, entries[:known])
       own = entries[known:] if wants else []
       assert not wants or [entry.token_id for entry in own] == [*tokens]
       request.take_tokens(tokens, own)
       if request.truth is not None:
         number = len(request.outputs)
         assert request.outputs == request.truth.outputs[:number], (row, batch, request)
+
+  def _take_prompt(self, request: DraftedRequest, entries: list[TokenLogprobs]) -> None:
+    """Takes log probabilities of the prompt, unless the request had them before it lost its slot."""
+    if request.params.prompt_logprobs is not None and not request.outputs:
+      request.prompt_logprobs += entries
 
   def _check_acceptance(self, request: DraftedRequest, drafts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
     assert request.truth is not None
@@ -328,7 +356,7 @@ def make_mixture(rng: random.Random, count: int, vocab_size: int, eos: tuple[int
 
 
 def serve_with_drafts(
-  runner: ModelRunner, seed: int, count: int = 24, poison: int = -1, atol: float = 2e-4
+  runner: Runner, limits: DraftLimits, seed: int, count: int = 24, poison: int = -1, atol: float = 2e-4
 ) -> DraftCounts:
   """Serves a mixture with and without drafts, and asserts equal tokens, log probabilities and bad rows.
 
@@ -338,13 +366,12 @@ def serve_with_drafts(
     atol: of log probabilities; 0: they have the same bits.
   """
   rng = random.Random(seed)
-  spec = runner.spec
-  requests = make_mixture(rng, count, spec.model.vocab_size, runner._packer._eos, poison)
+  requests = make_mixture(rng, count, limits.vocab_size, limits.eos_token_ids, poison)
   plain = copy.deepcopy(requests)
-  DraftDriver(runner, plain, rng).serve_all()
+  DraftDriver(runner, limits, plain, rng).serve_all()
   for request, truth in zip(requests, plain, strict=True):
     request.truth = truth
-  driver = DraftDriver(runner, requests, rng, poison)
+  driver = DraftDriver(runner, limits, requests, rng, poison)
   driver.serve_all()
   for request, truth in zip(requests, plain, strict=True):
     assert request.is_bad == truth.is_bad, request

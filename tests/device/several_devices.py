@@ -19,6 +19,7 @@ from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from extensions.disaggregated.build import build_any
 from extensions.executable_bundle.bundle import Bundle
+from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHOICES: list[dict[str, Any]] = [
@@ -37,7 +38,8 @@ class Task:
   """Requests, and settings of the engines that serve them in turn.
 
   A request is a prompt and its parameters, with `is_constrained` and the name of an `adapter`, a folder of `adapters`.
-  Settings may have a `bundle`, its folder and whether to write it.
+  Settings may have a `bundle`, its folder and whether to write it, and `drafts`, whether a mixture of
+  tests/device/drafts.py comes before the requests.
   """
 
   model: str
@@ -104,6 +106,7 @@ def _serve(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
   facts: list[Any] = []
   settings = dict(settings)
   folder, writes = settings.pop("bundle", ("", False))
+  drafts = settings.pop("drafts", False)
   options = BuildOptions(task.model, **{name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()})
   bundle = Bundle(folder, options.batching, writes) if folder else None
   built = build_any(options, lambda *_: None, events.extend, source=bundle, report_fact=facts.append)
@@ -112,6 +115,7 @@ def _serve(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
     loaded = built.engine.load_adapter(name, built.read_adapter(folder))
     built.engine.step()
     loaded.result(timeout=0)
+  counts = serve_with_drafts(built.runner, limits_of(built.runner), 0, atol=0.0) if drafts else DraftCounts()
   for index, (prompt, params) in enumerate(task.requests):
     fields = {name: tuple(map(tuple, x)) if name == "logit_bias" else x for name, x in params.items()}
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
@@ -137,7 +141,7 @@ def _serve(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
   made = next(fact for fact in facts if isinstance(fact, ProgramsMadeFact))
   spec = built.runner.spec
   state = built.runner.slot_state.history
-  return {
+  return dataclasses.asdict(counts) | {
     "tokens": tokens,
     "logprobs": logprobs,
     "embeddings": embeddings,

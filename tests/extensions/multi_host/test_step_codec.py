@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from engine.batch import Admission, Batch
+from engine.batch import IN_FLIGHT, Admission, Batch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Request
@@ -83,13 +83,13 @@ def test_masks_and_every_parameter_pass():
     ("", ""),
     (2, 1),
     (0, 9),
-    (3, 1),
-    (1, 1),
-    (True, False),
-    ((1, 2, 3), ()),
+    (3, 2),
+    (1, 2),
+    (True, True),
+    ((1, 2, 3), (IN_FLIGHT, 5)),
     (admission,),
     ((1, 2, 30),),
-    ((0, b"\xff\x00\x01\x02"),),
+    ((0, b"\xff\x00\x01\x02"), (1, b"\x01\x00\x00\x00"), (1, b"\x02\x00\x00\x00")),
     6,
     (0, 1),
   )
