@@ -20,6 +20,7 @@ from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels import native
 from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
+from tests.device.serving import serve
 from tests.device.several_devices import serve_on_devices
 from tests.device.test_several_devices import SETTINGS, make_model
 from tests.device.tiny_model import TINY, make_runner, random_params
@@ -43,6 +44,11 @@ def make_sealed(model, spec_settings) -> ModelRunner:
   made.warm_up(lambda *_: None)
   made.seal()
   return made
+
+
+@pytest.fixture(scope="module")
+def sealed(model):
+  return make_sealed(model, {})
 
 
 def serve_mixtures(runner: ModelRunner, seeds: range) -> DraftCounts:
@@ -76,6 +82,37 @@ def test_one_and_two_devices_verify_drafts(tmp_path, more):
   for found in serve_on_devices(folder, [base | {"num_devices": devices} for devices in (1, 2)], []):
     assert found["accepted"] > 150 and found["rejected"] > 60 and found["in_flight"] > 30, found
     assert found["kernels"] == ["cpu", "packed", "cpu"] and found["compiles"] == 0, found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_engine_that_drafts_gives_the_tokens_of_one_that_does_not(sealed, overlap):
+  """Outputs of few tokens repeat themselves, so that n-grams of them are right often, and wrong too."""
+  few = tuple(range(5, 9))
+  choices = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "allowed_token_ids": few[:3]},
+    {"allowed_token_ids": few, "presence_penalty": 0.3, "logprobs": 2},
+    {"temperature": 0.0, "allowed_token_ids": few, "frequency_penalty": 0.1, "logprobs": 0},
+  ]
+  rng = random.Random(1)
+  requests = []
+  for index in range(20):
+    prompt = 2 * [rng.randrange(51, TINY.vocab_size) for _ in range(rng.randint(1, 12))]
+    params = SamplingParams(36, ignore_eos=True, seed=index, **choices[index % len(choices)])
+    requests.append((prompt, params))
+  expected, _ = serve(sealed, requests, overlap=overlap)
+  num_drafts = 0
+  for num_blocks in (64, 30):
+    found, engine = serve(sealed, requests, overlap=overlap, num_blocks=num_blocks, speculation="ngram")
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    for one, other in zip(found, expected, strict=True):
+      assert len(one.logprobs) == len(other.logprobs)
+      values = [[each.logprob for each in served.logprobs] for served in (one, other)]
+      np.testing.assert_allclose(*values, rtol=0, atol=2e-4)
+    assert engine.stats().num_preemptions > 0
+    num_drafts += sum(record.decode_tokens - record.decode_rows for record in engine.stats(10_000).steps)
+  assert num_drafts > 20
+  assert sealed.compiles_after_ready == 0
 
 
 def made_rows(drafts: list[tuple[int, ...]]) -> SamplingRows:
@@ -234,11 +271,6 @@ def find_bug(runner: ModelRunner) -> None:
   with pytest.raises((AssertionError, ValueError)):
     serve_mixtures(runner, range(4))
     test_a_rejected_bad_row_is_no_error()
-
-
-@pytest.fixture(scope="module")
-def sealed(model):
-  return make_sealed(model, {})
 
 
 def test_sources_without_a_bug_pass(sealed, monkeypatch: pytest.MonkeyPatch):
