@@ -103,6 +103,7 @@ class Scheduler:
     self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free slots; the lowest is allocated first
     self._launched: dict[int, list[Request]] = {}  # step -> requests of its rows
     self._times: dict[int, float] = {}  # step -> planning time
+    self._behind_steps: set[int] = set()  # uncommitted steps that were planned while another was in flight
     self._last_commit = 0.0
     self._num_steps = 0
     self._num_arrivals = 0
@@ -247,6 +248,8 @@ class Scheduler:
     batch, rows = planned
     self._num_steps += 1
     self._times[batch.step] = now
+    if self._launched:
+      self._behind_steps.add(batch.step)
     self._launched[batch.step] = rows
     self._policy.charge_step(rows, batch.counts, batch.shape.tokens)
     return batch
@@ -340,6 +343,17 @@ class Scheduler:
     block_size, pool, ladder = self.config.block_size, self.pool, self.ladder
     # Each running request may need a block soon, as admissions assume.
     blocks_left = max(0, pool.num_free - len(self._running))
+    num_logits = len(decodes) + sum(map(self._num_logits, plan.requests, plan.counts))
+    step = PlannedStep(
+      num_tokens=num_tokens,
+      num_decodes=len(decodes),
+      num_constrained=sum(request.constraint is not None for request in decodes) if self._num_constrained else 0,
+      num_others=len(plan.requests),
+      most_drafts=min(ladder.max_tokens - num_tokens, ladder.max_logits - num_logits),
+      num_padding=shape.tokens - num_tokens if self.config.computes_padding else 0,
+    )
+    if not speculation.knows_step(step):
+      return 0
     candidates = []
     for row, request in enumerate(decodes):
       end = starts[row] + 1
@@ -349,14 +363,6 @@ class Scheduler:
         candidates.append(candidate)
     if not candidates:
       return 0
-    num_logits = len(decodes) + sum(map(self._num_logits, plan.requests, plan.counts))
-    step = PlannedStep(
-      num_tokens=num_tokens,
-      num_decodes=len(decodes),
-      num_others=len(plan.requests),
-      most_drafts=min(ladder.max_tokens - num_tokens, ladder.max_logits - num_logits),
-      num_padding=shape.tokens - num_tokens if self.config.computes_padding else 0,
-    )
     counts = speculation.choose_counts(self._num_steps, step, candidates)
     drafted, total, masks_left = set(), 0, MAX_DRAFT_MASKS
     for candidate, count in zip(candidates, counts, strict=True):
@@ -714,12 +720,12 @@ class Scheduler:
     """
     assert not result.row_ends or batch.num_drafts, "several tokens of a row without drafts"
     rows = self._launched.pop(batch.step)
-    planned_at = self._times.pop(batch.step)
-    seconds = now - max(planned_at, self._last_commit)
+    seconds = now - max(self._times.pop(batch.step), self._last_commit)
+    self._last_commit = now
     if self._speculation is not None:
       num_tokens = batch.device_tokens(self.config.computes_padding)
-      self._speculation.note_step(batch, num_tokens, seconds, planned_at <= self._last_commit)
-    self._last_commit = now
+      self._speculation.note_step(batch, num_tokens, seconds, batch.step in self._behind_steps)
+    self._behind_steps.discard(batch.step)
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)
     events = None

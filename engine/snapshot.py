@@ -37,6 +37,7 @@ def scheduler_state(scheduler: Scheduler) -> dict:
     "batching": scheduler._batching.state(),
     "policy": scheduler._policy.state(),
     "times": list(scheduler._times.items()),
+    "behind_steps": sorted(scheduler._behind_steps),
     "last_commit": scheduler._last_commit,
     "num_steps": scheduler._num_steps,
     "num_arrivals": scheduler._num_arrivals,
@@ -72,6 +73,7 @@ def restore_scheduler(state: dict) -> Scheduler:
     scheduler._speculation.restore_state(state["speculation"], live)
   scheduler._num_constrained = sum(request.constraint is not None for request in live.values())
   scheduler._times = dict(state["times"])
+  scheduler._behind_steps = set(state.get("behind_steps", ()))
   scheduler._last_commit = state["last_commit"]
   scheduler._num_steps = state["num_steps"]
   scheduler._num_arrivals = state["num_arrivals"]

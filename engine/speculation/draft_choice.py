@@ -1,6 +1,6 @@
 """Chooses how many drafts pay in a step: those with the most expected tokens a second. Pure Python, pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _MARGIN = 1.03  # least gain in expected tokens a second: measured times are that exact
@@ -12,12 +12,12 @@ class StepOption(NamedTuple):
   Attributes:
     base_tokens: expected tokens without drafts, in all steps that `seconds` covers.
     seconds: of the step with 0, 1, 2, ... drafts, and of what must follow it.
-    num_required: leading rows that must all have a draft, or the step takes none.
+    required: indices of rows that must all have a draft, or the step takes none.
   """
 
   base_tokens: float
   seconds: Sequence[float]
-  num_required: int = 0
+  required: Collection[int] = ()
 
 
 class DraftChoice(NamedTuple):
@@ -38,9 +38,9 @@ def choose_drafts(chances: Sequence[Sequence[float]], option: StepOption, least_
     least_rate: tokens a second of the best other choice, of which the gain must be a margin.
     most: most drafts of all rows together.
   """
-  counts = [0] * len(chances)
+  counts, required = [0] * len(chances), frozenset(option.required)
   order = sorted(
-    (index >= option.num_required or place > 0, -chance, place, index)
+    (place > 0 or index not in required, -chance, place, index)
     for index, row in enumerate(chances)
     for place, chance in enumerate(row)
   )
@@ -49,7 +49,7 @@ def choose_drafts(chances: Sequence[Sequence[float]], option: StepOption, least_
   for number, (_, negative, _, _) in enumerate(order[: min(most, len(option.seconds) - 1)], 1):
     tokens -= negative
     rate = tokens / option.seconds[number]
-    if number >= option.num_required and rate > best_rate:
+    if number >= len(required) and rate > best_rate:
       best, best_rate = number, rate
   for _, _, _, index in order[:best]:
     counts[index] += 1

@@ -56,6 +56,7 @@ class PlannedStep(NamedTuple):
   Attributes:
     num_tokens: useful tokens.
     num_decodes: decode rows.
+    num_constrained: those of them with a constraint.
     num_others: other rows, which are of prompts.
     most_drafts: drafts that tokens and logit rows of the largest rung allow.
     num_padding: tokens that the device would compute as padding.
@@ -63,6 +64,7 @@ class PlannedStep(NamedTuple):
 
   num_tokens: int
   num_decodes: int
+  num_constrained: int
   num_others: int
   most_drafts: int
   num_padding: int
@@ -111,9 +113,9 @@ class Speculation:
     self.constrained_drafts: dict[str, ConstrainedDraft] = {}  # of the latest planned step, for a trace
     self._rates = AcceptanceRates()
     ladder = config.ladder if config.computes_padding else None
-    self._plain_seconds = StepSeconds(ladder)
-    # With overlap, steps with drafts often run alone and have the host's part in their time.
-    self._drafted_seconds = StepSeconds(ladder) if config.overlap else self._plain_seconds
+    # The time of a step that is planned with nothing in flight has the host's part in it.
+    self._alone_seconds = StepSeconds(ladder)
+    self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
     self._declined_rate, self._declined_until = 0.0, -1
     self._step = 0  # for which find_drafts() has made proposals
     self._least_rate = 0.0  # drafts of the next step that are as unlikely as this are not considered
@@ -250,53 +252,74 @@ class Speculation:
       rate = rate_of_draft
     return DraftCandidate(row, draft.tokens, draft.masks, list_chances(rate, len(draft.tokens)))
 
+  def knows_step(self, planned: PlannedStep) -> bool:
+    """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
+    return bool(planned.num_others) or self._estimate_base(planned) != UNKNOWN
+
+  def _estimate_base(self, planned: PlannedStep) -> float:
+    """Returns the seconds of the step without drafts."""
+    behind = self._overlap and planned.num_constrained < planned.num_decodes
+    table = self._behind_seconds if behind else self._alone_seconds
+    return table.estimate_steps(planned.num_tokens, 0)[0]
+
   def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
-    """Returns the number of drafts of each candidate in step `step`."""
+    """Returns the number of drafts of each candidate in step `step`, which `knows_step`."""
     chances = [candidate.chances for candidate in candidates]
+    # With overlap, a request with drafts loses its next row. A constrained one has none there anyway.
+    loses = [self._overlap and not candidate.masks for candidate in candidates]
     if planned.num_others:
-      return self._choose_for_padding(planned, chances)
-    num_rows, most = planned.num_decodes, planned.most_drafts
-    most = min(most, sum(map(len, chances)))
-    base = self._plain_seconds.estimate_steps(planned.num_tokens, 0)[0]
-    if base == UNKNOWN:
-      return [0] * len(candidates)
-    seconds = self._drafted_seconds.estimate_steps(planned.num_tokens, most, base)
-    rate = num_rows / base
-    if not self._overlap:
-      choice = choose_drafts(chances, StepOption(num_rows, seconds), rate, most)
+      return self._choose_for_padding(planned, chances, loses)
+    if self._overlap and planned.num_constrained < planned.num_decodes:
+      choice = self._choose_beside_others(planned, chances, loses)
     else:
-      choice = self._choose_with_overlap(planned, chances, seconds, rate, most)
+      most = min(planned.most_drafts, sum(map(len, chances)))
+      seconds = self._alone_seconds.estimate_steps(planned.num_tokens, most)
+      num_rows = planned.num_decodes
+      choice = choose_drafts(chances, StepOption(num_rows, seconds), num_rows / seconds[0], most)
     if not any(choice.counts):
       self._declined_rate = max(row[0] for row in chances)  # with a token in flight less than the rate
       self._declined_until = step + _DECLINE_STEPS
     return choice.counts
 
-  def _choose_for_padding(self, planned: PlannedStep, chances: Sequence[Sequence[float]]) -> list[int]:
+  def _choose_for_padding(
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool]
+  ) -> list[int]:
     """Chooses drafts beside prompts. They take padding only, because the cost of such steps is not learned."""
-    least = 1.0 if self._overlap else 0.0  # the row that a request with drafts loses
-    paying = [row if sum(row) > least else () for row in chances]
+    paying = [row if sum(row) > lost else () for row, lost in zip(chances, loses, strict=True)]
     most = min(planned.most_drafts, planned.num_padding)
     return choose_drafts(paying, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most).counts
 
-  def _choose_with_overlap(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], seconds: list[float], rate: float, most: int
+  def _choose_beside_others(
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool]
   ) -> DraftChoice:
-    """Chooses the better of two: drafts for all rows, so that none waits for others, or for those that pay twice."""
-    num_rows, num_drafted = planned.num_decodes, len(chances)
-    best = DraftChoice([0] * num_drafted, rate)
-    if num_drafted == num_rows:
-      best = choose_drafts(chances, StepOption(num_rows, seconds, num_drafted), best.rate, most)
-    paying = [row if sum(row) > 1.0 else () for row in chances]
-    num_waiting = sum(map(bool, paying))
-    if num_waiting and num_waiting < num_rows:
-      rest = self._plain_seconds.estimate_steps(num_rows - num_waiting, 0)[0]
-      if rest == UNKNOWN:  # it takes no longer than the step of all
-        rest = num_rows / rate
-      option = StepOption(2 * num_rows - num_waiting, [each + rest for each in seconds])
+    """Chooses drafts with overlap. The expected tokens and seconds are those of two steps: this and the next.
+
+    Constrained requests and those with drafts have no row in the next one. Either all requests get drafts, so that
+    there is no next step and this one has the device alone, or those that pay for the row that they lose.
+    """
+    num_tokens, num_constrained = planned.num_tokens, planned.num_constrained
+    num_free = planned.num_decodes - num_constrained
+    most = min(planned.most_drafts, sum(map(len, chances)))
+    seconds = self._behind_seconds.estimate_steps(num_tokens, most)
+    rate = (num_constrained + 2 * num_free) / (seconds[0] + self._estimate_rest(num_free, seconds[0]))
+    best = DraftChoice([0] * len(chances), rate)
+    losing = [index for index, lost in enumerate(loses) if lost]
+    if len(losing) == num_free:
+      alone = self._alone_seconds.estimate_steps(num_tokens, most, seconds[0])
+      best = choose_drafts(chances, StepOption(planned.num_decodes, alone, losing), best.rate, most)
+    paying = [row if sum(row) > lost else () for row, lost in zip(chances, loses, strict=True)]
+    num_lost = sum(bool(paying[index]) for index in losing)
+    if any(paying) and num_lost < num_free:
+      rest = self._estimate_rest(num_free - num_lost, seconds[0])
+      option = StepOption(num_constrained + 2 * num_free - num_lost, [each + rest for each in seconds])
       other = choose_drafts(paying, option, best.rate, most)
       if any(other.counts):
         best = other
     return best
+
+  def _estimate_rest(self, num_rows: int, most: float) -> float:
+    """Returns the seconds of the next step, of `num_rows` decodes; `most` if unknown."""
+    return min(most, self._behind_seconds.estimate_steps(num_rows, 0)[0])
 
   def start_row(self, request: Request) -> None:
     """Notes that the request's drafts are in the planned step."""
@@ -331,13 +354,10 @@ class Speculation:
       was_behind: the step was planned while the device computed another one.
     """
     drafts = batch.num_drafts
-    num_decodes = len(drafts) - drafts.count(0) if drafts else 0
-    if batch.token_ids.count(()) + num_decodes < len(batch.slots):
-      return  # a prompt is in it
-    if drafts:
-      self._drafted_seconds.note_step(num_tokens, seconds)
-    elif was_behind or not self._overlap:
-      self._plain_seconds.note_step(num_tokens, seconds)
+    num_drafted = len(drafts) - drafts.count(0) if drafts else 0
+    if batch.token_ids.count(()) + num_drafted == len(batch.slots):  # no prompt is in it
+      table = self._behind_seconds if was_behind else self._alone_seconds
+      table.note_step(num_tokens, seconds)
 
   # For traces.
 
@@ -345,8 +365,8 @@ class Speculation:
     """Returns all state of later decisions as plain JSON values; restore_state() is the inverse."""
     return {
       "rates": self._rates.state(),
-      "plain_seconds": self._plain_seconds.state(),
-      "drafted_seconds": self._drafted_seconds.state(),
+      "alone_seconds": self._alone_seconds.state(),
+      "behind_seconds": self._behind_seconds.state(),
       "declined": [self._declined_rate, self._declined_until],
       "requests": {
         name: {
@@ -364,8 +384,8 @@ class Speculation:
   def restore_state(self, state: dict[str, Any], requests: Mapping[str, Request]) -> None:
     """Takes back what state() returned, for the same live requests by id."""
     self._rates.restore_state(state["rates"])
-    self._plain_seconds.restore_state(state["plain_seconds"])
-    self._drafted_seconds.restore_state(state["drafted_seconds"])
+    self._alone_seconds.restore_state(state["alone_seconds"])
+    self._behind_seconds.restore_state(state["behind_seconds"])
     self._declined_rate, self._declined_until = state["declined"]
     for name, values in state["requests"].items():
       tracked = self._tracked[name] = _Tracked(requests[name])

@@ -181,7 +181,9 @@ class OutputGrammar:
         break
       ahead.append((token, mask))
     self._ahead = ahead
-    return ConstrainedDraft(tuple([token for token, _ in ahead]), tuple([mask for _, mask in ahead]), bool(forced and ahead))
+    return ConstrainedDraft(
+      tuple([token for token, _ in ahead]), tuple([mask for _, mask in ahead]), bool(forced and ahead)
+    )
 
   def _trim_mask(self, mask: bytes) -> bytes:
     """Returns a matcher's mask without the added end-of-sequence."""

@@ -41,9 +41,10 @@ def test_required_rows_have_a_draft_or_nobody_has():
   chances = [[0.9, 0.8], [0.1]]
   seconds = [1.0, 1.0, 1.9, 1.9]
   assert choose_drafts(chances, StepOption(2, seconds), 2.0, 3).counts == [1, 0]
-  assert choose_drafts(chances, StepOption(2, seconds, 2), 2.0, 3).counts == [0, 0]
-  assert choose_drafts(chances, StepOption(2, [1.0] * 4, 2), 2.0, 2).counts == [1, 1]
-  assert choose_drafts(chances, StepOption(2, [1.0] * 4, 2), 2.0, 1).counts == [0, 0]
+  assert choose_drafts(chances, StepOption(2, seconds, (0, 1)), 2.0, 3).counts == [0, 0]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 4, (0, 1)), 2.0, 2).counts == [1, 1]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 4, (0, 1)), 2.0, 1).counts == [0, 0]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 4, (1,)), 2.0, 1).counts == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -149,7 +149,7 @@ def test_where_time_grows_with_tokens_only_trials_are_drafted(text: Callable, ov
   texts = {name: text(number) for number, name in enumerate("abcd")}
   plain = Script(dataclasses.replace(config, speculation="none"), texts, linear).run()
   drafted = Script(config, texts, linear).run()
-  assert drafted.num_drafts <= 40 and drafted.now < 1.05 * plain.now
+  assert drafted.num_drafts <= 60 and drafted.now < 1.05 * plain.now
 
 
 @pytest.mark.parametrize("overlap", [False, True])
