@@ -59,7 +59,7 @@ class Column(enum.IntEnum):
   TARGET = 12  # token with a reported log probability; -1: the sampled token
   TOKEN = 13  # index of the logit row's token in the packed token axis
   NUM_DRAFTS = 14  # drafts of its sequence up to its own token, which the preceding logit rows verify
-  DRAFT = 15  # its own token; valid if NUM_DRAFTS is above 0
+  DRAFT = 15  # its own token, a draft if NUM_DRAFTS is above 0, else arbitrary
 
 
 _NUM_SLOT_COLUMNS = Column.FLAGS + 1
@@ -508,7 +508,7 @@ class Packer:
       row = np.repeat(np.arange(rows), num_logits)
       back = (logit_ends[row] - 1) - np.arange(total, dtype=np.int32)  # distance from the row's last position
     num_after = np.array(batch.num_drafts, np.int32)[row] if batch.num_drafts else 0
-    final = samples[row] & (back <= num_after)
+    final = samples[row] & (back <= num_after)  # a row with drafts samples at each of them
     slot = slots[row]
     live = columns[:, :total]
     live[:_NUM_SLOT_COLUMNS] = self._columns[:, slot]
@@ -522,9 +522,9 @@ class Packer:
     if suppresses:
       flags[suppress] |= int(Flag.SUPPRESS)
       _field(layout, packed, "stop_ids")[:total] = self._stop_ids[slot]
-    drafts: list[tuple[int, int, tuple[int, ...]]] = []
-    if batch.num_drafts:
-      self._pack_drafts(batch, live, logit_ends, drafts)
+    drafts = ()
+    if any(batch.num_drafts):
+      drafts = self._pack_drafts(batch, _field(layout, packed, "tokens"), live, logit_ends, back, row)
     wants: dict[int, tuple[int, tuple[int, ...]]] = {}
     if self._logprobs:
       for index, slot_of_row in enumerate(batch.slots):
@@ -534,31 +534,35 @@ class Packer:
           if numbers:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
     plain = not suppresses and total == rows and bool(final.all())
-    return LogitRows(last, wants, live[Column.TARGET].copy(), tuple(drafts), plain)
+    return LogitRows(last, wants, live[Column.TARGET].copy(), drafts, plain)
 
   def _pack_drafts(
-    self,
-    batch: Batch,
-    live: np.ndarray,
-    logit_ends: np.ndarray,
-    drafts: list[tuple[int, int, tuple[int, ...]]],
-  ) -> None:
-    """Fills the columns of rows with drafts, and adds these rows to `drafts`; see LogitRows."""
-    line = self._num_slots + 1  # of the first mask that is no slot's
-    for row, count in enumerate(batch.num_drafts):
-      if not count:
-        continue
-      assert count <= MAX_DRAFTS, f"row {row} has {count} drafts; the limit is {MAX_DRAFTS}"
-      assert batch.samples[row] and batch.counts[row] == batch.num_logits[row] == 1 + count, "drafts need logit rows"
-      end = int(logit_ends[row])
-      first, ids = end - count - 1, batch.token_ids[row][1:]
-      live[Column.NUM_DRAFTS, first:end] = range(count + 1)
-      live[Column.DRAFT, first + 1 : end] = ids
-      if live[Column.FLAGS, first] & int(Flag.MASK):
-        live[Column.MASK, first + 1 : end] = range(line, line + count)
-        line += count
-      drafts.append((row, first, ids))
-    assert line <= self._num_slots + 1 + MAX_DRAFT_MASKS, "the step has more than MAX_DRAFT_MASKS masks after drafts"
+    self, batch: Batch, tokens: np.ndarray, live: np.ndarray, logit_ends: np.ndarray, back: np.ndarray, row: np.ndarray
+  ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Fills the columns of rows with drafts; returns LogitRows.drafts.
+
+    Args:
+      tokens: the packed token axis.
+      live: the columns of the logit rows.
+      logit_ends: the end of each row's logit rows.
+      back, row: of each logit row, its distance from its row's last one, and the row.
+    """
+    num_drafts = np.array(batch.num_drafts, np.int32)
+    assert num_drafts.max() <= MAX_DRAFTS, f"a row has {num_drafts.max()} drafts; the limit is {MAX_DRAFTS}"
+    of_row = num_drafts[row]
+    number = (of_row - back) * (of_row > 0)
+    assert (number >= 0).all(), "a row with drafts has logit rows of other positions"
+    live[Column.NUM_DRAFTS] = number
+    live[Column.DRAFT] = tokens[live[Column.TOKEN]]
+    masked = np.flatnonzero((number > 0) & ((live[Column.FLAGS] & int(Flag.MASK)) != 0))
+    assert len(masked) <= MAX_DRAFT_MASKS, (
+      f"the step has {len(masked)} masks after drafts; MAX_DRAFT_MASKS is the limit"
+    )
+    live[Column.MASK, masked] = np.arange(len(masked), dtype=np.int32) + (self._num_slots + 1)
+    ends = logit_ends.tolist()
+    return tuple(
+      [(row, ends[row] - count - 1, batch.token_ids[row][1:]) for row, count in enumerate(batch.num_drafts) if count]
+    )
 
   def _request_logprobs(
     self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray, last: int

@@ -236,8 +236,9 @@ _HOST_BUGS = {
   "only_the_last_row_samples": (Packer, "_pack_logit_rows", "back <= num_after", "back == 0"),
   "min_tokens_by_the_last_row": (Packer, "_pack_logit_rows", "(live[Column.POSITION] <", "(kv_lens[row] <"),
   "masks_one_line_off": (Packer, "mask_lines", "self._num_slots, -1", "self._num_slots + 1, -1"),
-  "the_mask_of_the_slot": (Packer, "_pack_drafts", "live[Column.MASK, first + 1 : end] =", "unused ="),
-  "drafts_one_row_late": (Packer, "_pack_drafts", "= range(count + 1)", "= [0, *range(count)]"),
+  "the_mask_of_the_slot": (Packer, "_pack_drafts", "live[Column.MASK, masked] =", "unused ="),
+  "drafts_one_row_late": (Packer, "_pack_drafts", "= tokens[live[Column.TOKEN]]", "= tokens[live[Column.TOKEN] - 1]"),
+  "drafts_counted_from_the_end": (Packer, "_pack_drafts", "(of_row - back) *", "back *"),
   "log_probabilities_of_rejected_drafts": (LaunchedStep, "_read_logprobs", "[: accepted[row][1] - first]", ""),
 }
 _DEVICE_BUGS = {
