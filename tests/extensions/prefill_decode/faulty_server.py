@@ -1,12 +1,14 @@
 """A server whose transfers go wrong in the way of the variable FAULT; run with -m.
 
 FAULT=corrupt flips one bit of each leased piece after its digest, in shared memory; `remote` makes the server answer as
-if it were on another machine; `remote-corrupt` does both; `short` sends half a piece; `slow` begins after 60 s;
+if it were on another machine; `remote-corrupt` does both; `unsteady` flips the bit in every second piece by chance, and
+begins up to 0.4 s late; `remote-unsteady` is both; `short` sends half a piece; `slow` begins after 60 s;
 `expired` ends each lease at once; `mismatch` has other weights. A decode server with `keep` never releases a lease.
 """
 
 import asyncio
 import os
+import random
 
 from extensions.prefill_decode import prefill_engine, prefill_peer, prefill_service
 from extensions.prefill_decode.pieces import PieceLayout
@@ -24,6 +26,23 @@ def corrupt_pieces() -> None:
     return digest
 
   PieceLayout.to_bytes = flip
+
+
+def be_unsteady() -> None:
+  chance = random.Random(5)
+  to_bytes, prefill = PieceLayout.to_bytes, prefill_service.TransferService.Prefill
+
+  def flip_some(self, piece, target):
+    digest = to_bytes(self, piece, target)
+    if chance.random() < 0.5:
+      target[chance.randrange(len(target))] ^= 1 << chance.randrange(8)
+    return digest
+
+  async def begin_late(self, request, context):
+    await asyncio.sleep(chance.uniform(0.0, 0.4))
+    return await prefill(self, request, context)
+
+  PieceLayout.to_bytes, prefill_service.TransferService.Prefill = flip_some, begin_late
 
 
 def be_elsewhere() -> None:
@@ -89,6 +108,8 @@ FAULTS = {
   "corrupt": (corrupt_pieces,),
   "remote": (be_elsewhere,),
   "remote-corrupt": (be_elsewhere, corrupt_pieces),
+  "unsteady": (be_unsteady,),
+  "remote-unsteady": (be_elsewhere, be_unsteady),
   "short": (send_half,),
   "slow": (be_slow,),
   "expired": (end_leases,),

@@ -136,6 +136,28 @@ def test_faults_of_the_prefill_server_cost_time_alone(folder, free_port, fault, 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("fault", ["unsteady", "remote-unsteady"])
+def test_a_hundred_corrupt_and_late_transfers_change_no_answer(folder, free_port, fault):
+  """Fifty late ones and fifty corrupt pieces each way, among good ones, over shared memory and over gRPC."""
+  flags = ("--min_remote_prefill_tokens=32", "--remote_prefill_timeout_s=0.25")
+  decode = Server(folder, "decode-3", "--role=decode", f"--prefill_servers=127.0.0.1:{free_port}", *flags)
+  prefill = prefill_server(folder, free_port, fault=fault)
+  decode.wait_ready()
+  prefill.wait_ready()
+  with Client(decode.address) as client:
+    first, number = answers(client, "first"), 0
+    while min(decode.counts().get(reason, 0) for reason in ("late", "corrupt", "prompts")) < 50:
+      number += 1
+      assert number < 1000 and answers(client, f"again-{number}") == first
+    assert "error" not in decode.counts()
+    load = client.load()
+    assert (load.kv_blocks_in_use, load.compiles_after_ready) == (0, 0)
+  assert "0 KV blocks in use" in decode.stop()
+  wait_until(lambda: "leased_pieces" not in prefill.counts())
+  prefill.stop()
+
+
+@pytest.mark.long
 def test_a_prefill_server_that_stops_dies_or_drains_ends_no_request(folder, decode, free_port):
   """SIGSTOP, SIGKILL and SIGTERM at random instants of running prompts, ten times each; every answer is the same."""
   chance = random.Random(11)

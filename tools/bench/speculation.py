@@ -1,0 +1,164 @@
+"""Measures what draft tokens are worth, with an oracle that knows the outputs; prints one JSON line.
+
+  python -m tools.bench.speculation [--shape=llama-125m] [--rows=1] [--acceptance=0.7] [--drafts=3] [--turns=10]
+
+Two engines of one model take turns: one without speculation, and one whose drafter proposes the true next token with
+the chance --acceptance, and another token otherwise. A turn generates --tokens tokens for each of `rows` sequences and
+compares them with the first engine's. `ratio` is the median over turns of the tokens a second with drafts to those
+without, and `quartiles` are around it. --acceptance=0 measures the cost of hopeless drafts. `ceiling` is the expected
+tokens of a row in a step, if all its drafts were verified at no cost.
+"""
+
+from collections.abc import Sequence
+import json
+import pathlib
+import random
+import statistics
+import sys
+import time
+
+from engine.device.build import Built, build_engine
+from engine.device.options import BuildOptions
+from engine.errors import EngineError
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.settings import MOST_DRAFTS, UNBOUNDED_QUEUE
+from engine.speculation.drafter import Draft
+from tools.arguments import CommandParser, positive_int
+from tools.make_random_model import read_shape
+
+_DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
+_SHAPES = _DEMO.parent / "shapes"
+_PROMPT_TOKENS = 16
+
+
+class OracleDrafter:
+  """Implements engine.speculation.drafter.Drafter with known outputs. Each position is right or wrong, always alike."""
+
+  def __init__(self, acceptance: float):
+    """Args: acceptance: chance that the token at a position is the true one, 0 to 1."""
+    self.outputs: dict[str, tuple[int, ...]] = {}  # what follows the last dash of a request's id -> its true output
+    self._acceptance = acceptance
+
+  def update(self, request: Request) -> bool:
+    """See Drafter."""
+    return True
+
+  def propose(self, request: Request, count: int) -> Draft:
+    """See Drafter."""
+    name = request.id.rpartition("-")[2]
+    first = len(request.output_token_ids)
+    truth = self.outputs[name][first : first + count]
+    tokens = [
+      token if random.Random(f"{name} {first + place}").random() < self._acceptance else token ^ 1
+      for place, token in enumerate(truth)
+    ]
+    return Draft(tuple(tokens), "oracle")
+
+  def forget(self, request_id: str) -> None:
+    """See Drafter."""
+
+  def num_indexed(self, request_id: str) -> int:
+    """See Drafter."""
+    return 0
+
+  def restore_index(self, request: Request, num_indexed: int) -> None:
+    """See Drafter."""
+
+
+def generate(built: Built, turn: str, rows: int, tokens: int) -> tuple[float, list[tuple[int, ...]]]:
+  """Returns the seconds after all prompts were computed, and the outputs, of `tokens` greedy tokens each."""
+  engine = built.engine
+  requests = []
+  for row in range(rows):
+    prompt = [3 + (7 * row + place) % 200 for place in range(_PROMPT_TOKENS)]
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    requests.append(Request(f"{turn}-{row}", prompt, params))
+    engine.submit(requests[-1])
+  while not all(request.output_token_ids for request in requests):
+    engine.step()
+  began = time.perf_counter()
+  while engine.num_live:
+    engine.step()
+  return time.perf_counter() - began, [tuple(request.output_token_ids) for request in requests]
+
+
+def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random: bool) -> Built:
+  """Builds an engine of the default ladder, with speculation if `drafts` is above 0."""
+  longest = _PROMPT_TOKENS + tokens + 16
+  options = BuildOptions(
+    str(model),
+    random_weights=is_random,
+    max_model_len=longest,
+    num_blocks=64 * (longest // 16 + 2),
+    block_size=16,
+    overlap=overlap,
+    speculation="ngram" if drafts else "none",
+    num_speculative_tokens=drafts or 1,
+    prefix_cache_scope="off",
+    **UNBOUNDED_QUEUE,
+  )
+  return build_engine(options, lambda *_: None, lambda _: None)
+
+
+def measure(
+  model: pathlib.Path, rows: int, acceptance: float, drafts: int, tokens: int, turns: int, overlap: str, is_random: bool
+) -> dict[str, object]:
+  """Returns the figures of one setting."""
+  plain, drafted = (build(model, tokens, count, overlap, is_random) for count in (0, drafts))
+  oracle = OracleDrafter(acceptance)
+  drafted.engine.replace_drafter(oracle)
+  _, outputs = generate(plain, "first", rows, tokens)
+  oracle.outputs = {str(row): output for row, output in enumerate(outputs)}
+  plain.runner.seal()  # the second engine compiled after the first one was ready
+  rates: dict[Built, list[float]] = {plain: [], drafted: []}
+  num_steps = 0
+  for turn in range(turns + 1):
+    for built in (plain, drafted) if turn % 2 else (drafted, plain):
+      steps_before = built.engine.stats().num_steps
+      seconds, found = generate(built, f"{turn}", rows, tokens)
+      if found != outputs:
+        raise AssertionError("drafts changed an output")
+      if turn:  # the first one warms up
+        rates[built].append(rows * (tokens - 1) / seconds)
+        num_steps += built.engine.stats().num_steps - steps_before if built is drafted else 0
+  ratios = sorted(mine / base for mine, base in zip(rates[drafted], rates[plain], strict=True))
+  return {
+    "ratio": round(statistics.median(ratios), 3),
+    "quartiles": [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)],
+    "tokens_per_s": round(statistics.median(rates[drafted]), 1),
+    "plain_tokens_per_s": round(statistics.median(rates[plain]), 1),
+    "tokens_per_row_and_step": round(turns * (tokens - 1) / num_steps, 2),
+    "ceiling": round(sum(acceptance**place for place in range(drafts + 1)), 2),
+    "compiles_after_ready": plain.runner.compiles_after_ready + drafted.runner.compiles_after_ready,
+  }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
+  parser = CommandParser("bench_speculation", __doc__)
+  parser.add_argument("--shape", default="llama-125m", help="a folder of models/shapes, with random weights, or demo")
+  parser.add_argument("--rows", type=positive_int, default=1, help="sequences that decode")
+  parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a draft is the true token, 0 to 1")
+  parser.add_argument("--drafts", type=positive_int, default=3, help=f"most drafts of a row, at most {MOST_DRAFTS}")
+  parser.add_argument("--tokens", type=positive_int, default=96, help="tokens of each sequence")
+  parser.add_argument("--turns", type=positive_int, default=10, help="turns of each engine, after one to warm up")
+  parser.add_argument("--overlap", default="false", choices=("auto", "true", "false"), help="see the server's flag")
+  args = parser.parse_args(argv)
+  if not 0 <= args.acceptance <= 1:
+    parser.error(f"--acceptance={args.acceptance:g} is outside 0 to 1")
+  chosen = {key: getattr(args, key) for key in ("shape", "rows", "acceptance", "drafts", "tokens", "overlap")}
+  is_random = args.shape != "demo"
+  try:
+    if is_random:
+      read_shape(args.shape)
+    model = _SHAPES / args.shape if is_random else _DEMO
+    found = measure(model, *(chosen[key] for key in list(chosen)[1:5]), args.turns, args.overlap, is_random)
+  except EngineError as error:
+    return parser.failed(error)
+  print(json.dumps(chosen | found))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
