@@ -20,6 +20,7 @@ from engine.prefix_events import PrefixEventLog
 from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
+from engine.speculation.drafter import Drafter
 from engine.validation import validate_request
 
 IDLE_WAIT_S = 0.2  # longest sleep of an idle loop; limits the age of the heartbeat and the delay of stop_event
@@ -212,6 +213,10 @@ class Engine:
   def keep_all(self) -> None:
     """Keeps all records from now on, for finite runs. Call before the first step."""
     self.recorder.keep_all()
+
+  def replace_drafter(self, drafter: Drafter) -> None:
+    """Proposes drafts by `drafter` alone, for measurements. Call before the first request, with speculation."""
+    self._scheduler.replace_drafter(drafter)
 
   def stats(self, num_steps: int = 0) -> EngineStats:
     """Returns a snapshot with the latest `num_steps` records of steps and requests, at most recorder.RING_STEPS."""

@@ -43,6 +43,7 @@ from engine.prefix_keys import PrefixKeys
 from engine.prefix_loads import PrefixLoads
 from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
 from engine.shapes import StepShape
+from engine.speculation.drafter import Drafter
 from engine.speculation.speculation import PlannedStep, Speculation
 from engine.steady_decode import SteadyDecode
 from engine.waiting_queue import WaitingQueue, by_rank
@@ -118,6 +119,11 @@ class Scheduler:
   def log_prefix_events(self, log: PrefixEventLog) -> None:
     """Records the prefix cache's changes in `log` from now on. Call it before the first request."""
     self.pool.event_log = self._keys.event_log = log
+
+  def replace_drafter(self, drafter: Drafter) -> None:
+    """Proposes drafts by `drafter` from now on. Call it before the first request, with speculation."""
+    assert self._speculation is not None and not self._requests
+    self._speculation.drafter = drafter
 
   @property
   def num_waiting(self) -> int:

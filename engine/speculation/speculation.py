@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 AWAKE = -1
 GRAMMAR = "grammar"  # the source of tokens that a constraint leaves no choice about
 _LONGEST_SLEEP = 256  # steps
+_SLEEPLESS_RATE = 0.4  # a request whose drafts are accepted more often does not rest after failures
 _DECLINE_STEPS = 32  # steps in which drafts as unlikely as those that did not pay are not considered again
 
 
@@ -98,12 +99,15 @@ class Speculation:
 
   Call order of a step: find_drafts, then make_candidate for decodes, then choose_counts and start_row for the chosen
   rows; after the step note_row for each row with drafts, and note_step.
+
+  Attributes:
+    drafter: proposes the drafts; replaceable while there is no request.
   """
 
   def __init__(self, config: EngineConfig):
     self._most = config.num_speculative_tokens
     self._overlap = config.overlap
-    self._drafter: Drafter = NgramDrafter()
+    self.drafter: Drafter = NgramDrafter()
     self._tracked: dict[str, _Tracked] = {}
     self._awake: dict[str, _Tracked] = {}
     self._sleepers: list[tuple[int, int, _Tracked]] = []  # heap by step; the number makes entries differ
@@ -136,7 +140,7 @@ class Speculation:
     self._awake.pop(request_id, None)
     self._proposing.pop(request_id, None)
     try:
-      self._drafter.forget(request_id)
+      self.drafter.forget(request_id)
     except Exception:
       self._note_error(request_id)
 
@@ -176,7 +180,7 @@ class Speculation:
     self._proposing = found
     self._step = step
     least = self._least_rate = self._declined_rate if step < self._declined_until else 0.0
-    drafter, most = self._drafter, self._most + 1  # the first token may stand for one in flight
+    drafter, most = self.drafter, self._most + 1  # the first token may stand for one in flight
     for request_id, tracked in list(self._awake.items()):
       request = tracked.request
       if request is None or request.slot < 0 or request.num_drafts:
@@ -338,6 +342,8 @@ class Speculation:
       tracked.num_failures = 0
       return
     tracked.num_failures += 1
+    if self._rates.estimate_rate(tracked.trials, tracked.source) > _SLEEPLESS_RATE:
+      return
     pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
     if request.constraint is not None:
       tracked.wakes_at = step + pause
@@ -375,7 +381,7 @@ class Speculation:
           "wakes_at": tracked.wakes_at,
           "is_awake": name in self._awake,
           "source": tracked.source,
-          "num_indexed": self._drafter.num_indexed(name),
+          "num_indexed": self.drafter.num_indexed(name),
         }
         for name, tracked in self._tracked.items()
       },
@@ -396,4 +402,4 @@ class Speculation:
         tracked.wakes_at = values["wakes_at"]
       elif values["wakes_at"] != AWAKE:
         self._sleep(tracked, values["wakes_at"])
-      self._drafter.restore_index(requests[name], values["num_indexed"])
+      self.drafter.restore_index(requests[name], values["num_indexed"])

@@ -153,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_random:
       read_shape(args.shape)
     model = _SHAPES / args.shape if is_random else _DEMO
-    found = measure(model, *(chosen[key] for key in list(chosen)[1:5]), args.turns, args.overlap, is_random)
+    figures = args.rows, args.acceptance, args.drafts, args.tokens, args.turns, args.overlap
+    found = measure(model, *figures, is_random)
   except EngineError as error:
     return parser.failed(error)
   print(json.dumps(chosen | found))

@@ -78,7 +78,7 @@ def guess(scheduler: Scheduler, seed: int) -> None:
   if rng.random() < 0.5:
     scheduler._speculation = RandomChoice(config)
   assert scheduler._speculation is not None
-  scheduler._speculation._drafter = GuessingDrafter(config, rng.choice((0.3, 0.8, 1.0)))
+  scheduler._speculation.drafter = GuessingDrafter(config, rng.choice((0.3, 0.8, 1.0)))
 
 
 class GuessingWorld(World):

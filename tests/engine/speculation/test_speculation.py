@@ -223,7 +223,7 @@ def test_a_drafter_that_fails_costs_drafts_alone_and_is_logged_once(caplog: pyte
   texts = {name: copy_text(number) for number, name in enumerate("abc")}
   script = Script(CONFIG, texts, flat)
   assert script.scheduler._speculation is not None
-  script.scheduler._speculation._drafter = Broken()  # type: ignore[assignment]
+  script.scheduler._speculation.drafter = Broken()  # type: ignore[assignment]
   with caplog.at_level(logging.ERROR):
     script.run()
   assert script.num_drafts == 0
