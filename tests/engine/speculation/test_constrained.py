@@ -97,7 +97,7 @@ def serve(seed: int, trace: str = "", **changes):
   if seed % 2:
     scheduler._speculation = RandomChoice(config)
   assert scheduler._speculation is not None
-  drafter = scheduler._speculation._drafter = KnowingDrafter(config, 0.8)
+  drafter = scheduler._speculation.drafter = KnowingDrafter(config, 0.8)
   runner, batches = FakeRunner(config), []
   launch = runner.launch
   runner.launch = lambda batch: batches.append(batch) or launch(batch)
@@ -168,7 +168,7 @@ def test_a_step_has_no_more_masks_than_the_device(overlap: bool):
   )
   scheduler = Scheduler(config)
   scheduler._speculation = RandomChoice(config)
-  drafter = scheduler._speculation._drafter = KnowingDrafter(config, 1.0)
+  drafter = scheduler._speculation.drafter = KnowingDrafter(config, 1.0)
   runner, front = FakeRunner(config), Front()
   launch = runner.launch
   batches = []
