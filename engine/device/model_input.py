@@ -537,7 +537,13 @@ class Packer:
     return LogitRows(last, wants, live[Column.TARGET].copy(), drafts, plain)
 
   def _pack_drafts(
-    self, batch: Batch, tokens: np.ndarray, live: np.ndarray, logit_ends: np.ndarray, back: np.ndarray, row: np.ndarray
+    self,
+    batch: Batch,
+    tokens: np.ndarray,
+    live: np.ndarray,
+    logit_ends: np.ndarray,
+    back: np.ndarray | np.int32,
+    row: np.ndarray | slice,
   ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Fills the columns of rows with drafts; returns LogitRows.drafts.
 
