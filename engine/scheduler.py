@@ -212,8 +212,6 @@ class Scheduler:
     self._requests[request.id] = request
     self._num_constrained += request.constraint is not None
     self._policy.note_arrival(request)
-    if self._speculation is not None:
-      self._speculation.add_request(request)
     self._enqueue(request)
 
   def abort_request(
@@ -516,6 +514,8 @@ class Scheduler:
       bisect.insort(self._running, request, key=by_rank)
       request.status = RequestStatus.RUNNING
       request.slot = self._slots.pop()
+      if self._speculation is not None:
+        self._speculation.add_request(request)
       self._admission.note_admission(now)
       if request.first_scheduled_time is None:
         request.first_scheduled_time = now
