@@ -3,26 +3,27 @@
 import dataclasses
 import random
 
+from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.speculation.drafter import NO_DRAFT, Draft
 from engine.speculation.speculation import DraftCandidate, PlannedStep, Speculation
-from tests.engine.world import World, random_config
+from tests.engine.world import MAX_MODEL_LEN, World, random_config
 from tests.fakes import oracle
 
 
 class GuessingDrafter:
   """Proposes a request's next tokens, some of them wrong. What is wrong depends on the request and its length alone."""
 
-  def __init__(self, config: EngineConfig, right: float):
-    """Args: right: chance of a right token."""
-    self._config, self._right = config, right
+  def __init__(self, config: EngineConfig, right: float, often: float = 0.8):
+    """Args: right: chance of a right token. often: chance of a draft at a step."""
+    self._config, self._right, self._often = config, right, often
     self._truth: dict[str, tuple[int, ...]] = {}
     self.num_forgotten = 0
 
   def update(self, request: Request) -> bool:
-    return random.Random(f"{request.id} {len(request.output_token_ids)}").random() < 0.8
+    return random.Random(f"{request.id} {len(request.output_token_ids)}").random() < self._often
 
   def propose(self, request: Request, count: int) -> Draft:
     if request.constraint is not None:
@@ -49,7 +50,13 @@ class GuessingDrafter:
 
 
 class RandomChoice(Speculation):
-  """Any number of drafts that a step can hold, whether it pays or not."""
+  """Any number of drafts that a step can hold, whether it pays or not; and no request rests."""
+
+  def _sleep(self, tracked, until: int) -> None:
+    pass
+
+  def knows_step(self, planned: PlannedStep) -> bool:
+    return True
 
   def choose_counts(self, step: int, planned: PlannedStep, candidates: list[DraftCandidate]) -> list[int]:
     rng, left, counts = random.Random(step), planned.most_drafts, []
@@ -68,17 +75,26 @@ def guessing_config(seed: int, **settings) -> EngineConfig:
   if config.batching in ("static", "dynamic"):
     config = dataclasses.replace(config, batching="chunked")
   most = rng.choice((1, 3, 7, 7))
+  if rng.random() < 0.5:  # many requests in a pool that preempts much, with logit rows for drafts
+    block_size = rng.choice((1, 2, 4))
+    settings |= {
+      "block_size": block_size,
+      "num_blocks": -(-(MAX_MODEL_LEN - 8) // block_size),
+      "token_budgets": (8, 32),
+      "prefill_chunk": 16,
+      "max_num_seqs": rng.choice((8, 16)),
+    }
   return dataclasses.replace(config, speculation="ngram", num_speculative_tokens=most, **settings)
 
 
 def guess(scheduler: Scheduler, seed: int) -> None:
-  """Replaces the drafter of a scheduler, and in half of the cases the choice of drafts."""
+  """Replaces the drafter of a scheduler, and in most cases the choice of drafts."""
   rng = random.Random(seed)
   config = scheduler.config
-  if rng.random() < 0.5:
+  if rng.random() < 0.6:
     scheduler._speculation = RandomChoice(config)
   assert scheduler._speculation is not None
-  scheduler._speculation.drafter = GuessingDrafter(config, rng.choice((0.3, 0.8, 1.0)))
+  scheduler._speculation.drafter = GuessingDrafter(config, rng.choice((0.3, 0.8, 1.0)), rng.choice((0.1, 0.8, 0.8)))
 
 
 class GuessingWorld(World):
@@ -92,6 +108,7 @@ class GuessingWorld(World):
 
     def watch(batch):
       self.num_drafts += sum(batch.num_drafts)
+      self._check_blocks(batch)
       self.num_unknown += sum(tokens[0] == -1 for tokens in batch.token_ids if tokens)
       return launch(batch)
 
@@ -104,3 +121,23 @@ class GuessingWorld(World):
       note_row(request, num_drafts, num_accepted, step)
 
     self.scheduler._speculation.note_row = count_row  # type: ignore[method-assign]
+
+  def _check_blocks(self, batch: Batch) -> None:
+    """Asserts that blocks for drafts left one for each running request."""
+    ends = {
+      slot: start + 1
+      for slot, start, count in zip(batch.slots, batch.starts, batch.num_drafts or (0,) * len(batch.slots), strict=True)
+      if count
+    }
+    for slot, index, _ in batch.new_blocks:
+      if slot in ends and index >= -(-ends[slot] // self.config.block_size):
+        assert self.scheduler.pool.num_free >= self.scheduler.num_running, "drafts take blocks that others need"
+
+  def live(self, num_ops: int = 120) -> None:
+    """Random operations with bursts of requests, to the end."""
+    for number in range(num_ops):
+      if number % 20 == 0:
+        for _ in range(6):
+          self.submit()
+      self.random_op()
+    self.drain()

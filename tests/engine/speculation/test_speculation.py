@@ -268,9 +268,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(first: int, overlap: bool
   drafts = accepted = unknown = preemptions = 0
   for seed in range(first, first + 20):
     world = GuessingWorld(seed, overlap)
-    for _ in range(120):
-      world.random_op()
-    world.drain()
+    world.live()
     drafts, accepted = drafts + world.num_drafts, accepted + world.num_accepted
     unknown += world.num_unknown
     preemptions += world.scheduler.num_preemptions
@@ -297,5 +295,5 @@ def test_a_trace_with_drafts_replays(overlap: bool, tmp_path: Path, monkeypatch:
     lines = (tmp_path / "trace").read_text().splitlines()
     num_drafts += sum(sum((json.loads(line).get("batch") or {}).get("num_drafts", ())) for line in lines)
     replayed = replay.replay(lines)
-    assert replayed.difference is None and replayed.num_batches > 20
+    assert replayed.difference is None and replayed.num_batches > 10
   assert num_drafts > 50

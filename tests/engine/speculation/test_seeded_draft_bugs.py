@@ -1,0 +1,121 @@
+"""Bugs in the scheduler's part of drafts, put into its source: random worlds with drafts must notice each one."""
+
+import pytest
+
+from engine.errors import EngineError
+from tests.engine.speculation import test_constrained
+from tests.engine.speculation.guessing import GuessingWorld
+from tests.engine.speculation.test_constrained import serve
+from tests.engine.test_seeded_bugs import Bug, seeded
+
+WORLDS = 60  # most worlds that a bug may survive before it counts as missed
+
+BUGS = (
+  Bug("drafts go past the longest output", "scheduler", "min(request.max_computed_tokens - end, spare)", "spare"),
+  Bug(
+    "a request has a row beside its drafts",
+    "scheduler",
+    "        if request.num_drafts:\n          continue",
+    "        if False:\n          continue",
+  ),
+  Bug("a token in flight is taken for known", "scheduler", "if request.num_in_flight > 1 else", "if False else"),
+  Bug(
+    "one rejected draft stays",
+    "scheduler",
+    "request.num_computed_tokens -= drafts[row] + 1 - len(tokens)",
+    "request.num_computed_tokens -= max(0, drafts[row] - len(tokens))",
+  ),
+  Bug(
+    "a preempted request takes drafts back",
+    "scheduler",
+    "        if request.status is running:\n          request.num_computed_tokens -=",
+    "        if True:\n          request.num_computed_tokens -=",
+  ),
+  Bug("blocks of rejected drafts are published", "scheduler", "        end += len(tokens) - 1 - drafts[row]\n", ""),
+  Bug(
+    "tokens after the end are given",
+    "scheduler",
+    "tokens = self._up_to_the_end(request, end - drafts[row], tokens)[",
+    "tokens = tokens[",
+  ),
+  Bug(
+    "log probabilities after the end are given",
+    "scheduler",
+    "        entries = entries[: len(entries) - (num_sampled - len(tokens))]\n",
+    "",
+  ),
+  Bug(
+    "drafts are counted at other rows",
+    "scheduler",
+    "(0,) * len(ones) + tuple(drafted) + (0,) * len(plan.requests)",
+    "tuple(drafted) + (0,) * len(ones) + (0,) * len(plan.requests)",
+  ),
+  Bug("drafts have no logit rows", "scheduler", "more_logits.append(len(tokens))", "more_logits.append(1)"),
+  Bug(
+    "drafts exceed the logit rows",
+    "scheduler",
+    "min(ladder.max_tokens - num_tokens, ladder.max_logits - num_logits)",
+    "ladder.max_tokens - num_tokens",
+  ),
+  Bug("drafts take blocks that are not there", "scheduler", "num_blocks = min(blocks_left, -(-(", "num_blocks = (-(-("),
+  Bug("drafts in flight are never over", "scheduler", "        request.num_drafts = 0\n", "        pass\n"),
+  Bug(
+    "a step after drafts repeats", "scheduler", "columns.alone, not more_requests", "columns.alone, not plan.requests"
+  ),
+  Bug("a repeated step takes a second block", "steady_decode", "elif self._may_spare:", "elif False:"),
+  Bug(
+    "a row with drafts begins one token late",
+    "scheduler",
+    "starts.append(request.num_computed_tokens - len(tokens))",
+    "starts.append(request.num_computed_tokens - len(tokens) + 1)",
+  ),
+  Bug(
+    "a step forgets the admissions into its padding",
+    "scheduler",
+    "num_tokens += self._admit(plan, shape.",
+    "self._admit(plan, shape.",
+  ),
+)
+OF_CONSTRAINTS = (
+  Bug(
+    "masks after drafts are in another order",
+    "scheduler",
+    "*later.get(request.id, ())",
+    "*later.get(request.id, ())[::-1]",
+  ),
+  Bug("a step has too many masks", "scheduler", "masks_left if candidate.masks else count", "count"),
+  Bug(
+    "a constraint judges a row for each mask",
+    "scheduler",
+    "dict.fromkeys(row for row, _ in batch.masks)",
+    "[row for row, _ in batch.masks]",
+  ),
+)
+FIRST_SEED = {"a step forgets the admissions into its padding": 199}  # one world in a hundred comes to this
+CAUGHT = (AssertionError, EngineError, KeyError, IndexError, ValueError)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_bug_of_drafts_is_caught(bug: Bug) -> None:
+  scheduler_class, _ = seeded(bug)
+  first = FIRST_SEED.get(bug.name, 0)
+  for seed in range(first, first + WORLDS):
+    try:
+      GuessingWorld(seed, scheduler_class=scheduler_class).live()
+    except CAUGHT:
+      return
+  pytest.fail(f"{WORLDS} worlds did not notice: {bug.name}")
+
+
+@pytest.mark.parametrize("bug", OF_CONSTRAINTS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_bug_of_drafts_under_constraints_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+  scheduler_class, _ = seeded(bug)
+  monkeypatch.setattr("tests.engine.speculation.test_constrained.Scheduler", scheduler_class)
+  for seed in range(20):
+    try:
+      serve(seed, overlap=seed % 4 > 1)
+      if seed == 19:
+        test_constrained.test_a_step_has_no_more_masks_than_the_device(False)
+    except CAUGHT:
+      return
+  pytest.fail(f"20 runs did not notice: {bug.name}")
