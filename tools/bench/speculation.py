@@ -17,12 +17,13 @@ import statistics
 import sys
 import time
 
+from engine.batch import MAX_DRAFTS
 from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from engine.errors import EngineError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.settings import MOST_DRAFTS, UNBOUNDED_QUEUE
+from engine.settings import UNBOUNDED_QUEUE
 from engine.speculation.drafter import Draft
 from tools.arguments import CommandParser, positive_int
 from tools.make_random_model import read_shape
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--shape", default="llama-125m", help="a folder of models/shapes, with random weights, or demo")
   parser.add_argument("--rows", type=positive_int, default=1, help="sequences that decode")
   parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a draft is the true token, 0 to 1")
-  parser.add_argument("--drafts", type=positive_int, default=3, help=f"most drafts of a row, at most {MOST_DRAFTS}")
+  parser.add_argument("--drafts", type=positive_int, default=3, help=f"most drafts of a row, at most {MAX_DRAFTS}")
   parser.add_argument("--tokens", type=positive_int, default=96, help="tokens of each sequence")
   parser.add_argument("--turns", type=positive_int, default=10, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="false", choices=("auto", "true", "false"), help="see the server's flag")
