@@ -325,6 +325,8 @@ class Engine:
     now = self._clock()
     record = record._replace(device_s=now - max(launch_time, self._last_arrival))
     self._last_arrival = now
+    if batch.num_drafts:
+      record = self.recorder.record_drafts(batch, result, record)
     verdicts = self._scheduler.judge_tokens(batch, result)
     self.recorder.trace_commit(batch, result, now, record, verdicts)
     events = self._scheduler.commit(batch, result, now, verdicts)

@@ -10,7 +10,7 @@ import logging
 import operator
 from typing import NamedTuple, TextIO
 
-from engine.batch import Batch, StepResult
+from engine.batch import MAX_DRAFTS, Batch, StepResult
 from engine.constraint import Verdicts
 from engine.host_pool import HostPoolCounts
 from engine.request import NUMERICAL_ERROR, FinishReason, Request, TokenEvent
@@ -52,6 +52,7 @@ class StepRecord(NamedTuple):
     host_s: planning, packing and dispatch.
     device_s: from launch, or from the end of the previous step, to the arrival of the values.
     commit_s: commit of the values.
+    num_drafts, num_accepted: draft tokens of its rows, and those that equal the sampled tokens.
   """
 
   step: int
@@ -77,6 +78,8 @@ class StepRecord(NamedTuple):
   host_s: float
   device_s: float
   commit_s: float
+  num_drafts: int = 0
+  num_accepted: int = 0
 
   @property
   def skipped(self) -> int:
@@ -131,6 +134,30 @@ class RungTotals(NamedTuple):
     return RungTotals._make(map(operator.add, self, other))
 
 
+class DraftCounts(NamedTuple):
+  """What became of draft tokens so far. An accepted one saves its request a step.
+
+  Attributes:
+    rows: rows with drafts.
+    tokens: their drafts.
+    accepted_at: accepted drafts by their position in the row, from the first.
+  """
+
+  rows: int = 0
+  tokens: int = 0
+  accepted_at: tuple[int, ...] = (0,) * MAX_DRAFTS
+
+  @property
+  def accepted(self) -> int:
+    """All accepted drafts."""
+    return sum(self.accepted_at)
+
+  def plus(self, other: "DraftCounts") -> "DraftCounts":
+    """Returns the sum of both counts."""
+    accepted_at = tuple(map(operator.add, self.accepted_at, other.accepted_at))
+    return DraftCounts(self.rows + other.rows, self.tokens + other.tokens, accepted_at)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
   """A snapshot for load reports and displays. Any thread may take it; each number was exact at some recent instant.
@@ -151,6 +178,7 @@ class EngineStats:
     steps: the latest step records, oldest first.
     requests: records of the latest finished requests, oldest first, at most as many.
     host_pool: what the host pool did; None without one.
+    drafts: what became of draft tokens.
   """
 
   num_waiting: int
@@ -177,6 +205,7 @@ class EngineStats:
   steps: tuple[StepRecord, ...]
   requests: tuple[RequestRecord, ...]
   host_pool: HostPoolCounts | None = None
+  drafts: DraftCounts = DraftCounts()
 
   @property
   def num_skipped_tokens(self) -> int:
@@ -203,6 +232,7 @@ class Recorder:
     self.num_output_tokens = 0
     self.num_lost_tokens = 0
     self.rungs: dict[int, RungTotals] = {}
+    self.drafts = DraftCounts()
     self.finished = dict.fromkeys(FinishReason, 0)
     self.num_numerical_errors = 0
     self.trace_error: OSError | None = None  # the error that ended the latest trace early
@@ -261,6 +291,17 @@ class Recorder:
       0.0,
       0.0,
     )
+
+  def record_drafts(self, batch: Batch, result: StepResult, record: StepRecord) -> StepRecord:
+    """Counts the drafts of a step, and returns its record with them."""
+    accepted_at = [0] * MAX_DRAFTS
+    for row, num_drafts in enumerate(batch.num_drafts):
+      if num_drafts and row not in result.bad_rows:
+        for position in range(len(result.tokens_of(row)) - 1):
+          accepted_at[position] += 1
+    num_rows, num_drafts = len(batch.num_drafts) - batch.num_drafts.count(0), sum(batch.num_drafts)
+    self.drafts = self.drafts.plus(DraftCounts(num_rows, num_drafts, tuple(accepted_at)))
+    return record._replace(num_drafts=num_drafts, num_accepted=sum(accepted_at))
 
   def keep_record(self, record: StepRecord) -> None:
     """Keeps a complete record."""
@@ -327,6 +368,7 @@ class Recorder:
       num_lost_tokens=self.num_lost_tokens,
       num_idle_slots=total.idle_slots,
       rungs=rungs,
+      drafts=self.drafts,
       num_numerical_errors=self.num_numerical_errors,
       finished=dict(self.finished),
       steps=latest_records(tuple(self.steps), num_steps),

@@ -194,6 +194,8 @@ def run(
     "decode_tokens": stats.num_decode_tokens,
     "prefill_tokens": stats.num_prefill_tokens,
     "preemptions": stats.num_preemptions,
+    "draft_tokens": stats.drafts.tokens,
+    "accepted_draft_tokens": stats.drafts.accepted,
     "prefix_hit_tokens": stats.num_cached_tokens,
     "idle_slots": stats.num_idle_slots,
     "lost_tokens": stats.num_lost_tokens,

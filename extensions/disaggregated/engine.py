@@ -164,6 +164,7 @@ class DisaggregatedEngine(Engine):
         "num_cached_tokens": first.num_cached_tokens,
         "num_queried_tokens": first.num_queried_tokens,
         "rungs": rungs,
+        "drafts": first.drafts.plus(rest.drafts),
         "finished": finished,
         "steps": latest_records(sorted((*first.steps, *rest.steps), key=lambda record: record.time), num_steps),
         "requests": latest_records(sorted((*first.requests, *rest.requests), key=lambda record: record.end), num_steps),

@@ -125,6 +125,8 @@ class Feed:
       "prefill_tokens": stats.num_prefill_tokens,
       "cached_tokens": stats.num_cached_tokens,
       "preemptions": stats.num_preemptions,
+      "draft_tokens": stats.drafts.tokens,
+      "accepted_draft_tokens": stats.drafts.accepted,
       "compiles": report.compiles_after_ready,
       "first_token_s": percentiles(first, _SHARES),
       "first_token_window_s": round(first_window_s, 1),

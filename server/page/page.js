@@ -238,6 +238,9 @@ function show(tick) {
   set("compiles", grouped.format(tick.compiles));
   $("compiles").className = tick.compiles ? "bad" : "";
   set("preemptions", count(tick.preemptions));
+  $("drafts-note").hidden = !tick.draft_tokens;
+  set("accepted-drafts", count(tick.accepted_draft_tokens));
+  set("drafts", count(tick.draft_tokens));
   for (const element of $("ended").querySelectorAll("dd")) {
     element.textContent = count(tick.finished[element.dataset.reason] ?? 0);
   }

@@ -33,6 +33,10 @@ _VLLM_NAMES = {
   "vllm:prompt_tokens": "sluice_prefill_tokens",
   "vllm:generation_tokens": "sluice_output_tokens",
   "vllm:num_preemptions": "sluice_preemptions",
+  "vllm:spec_decode_num_drafts": "sluice_draft_rows",
+  "vllm:spec_decode_num_draft_tokens": "sluice_draft_tokens",
+  "vllm:spec_decode_num_accepted_tokens": "sluice_accepted_draft_tokens",
+  "vllm:spec_decode_num_accepted_tokens_per_pos": "sluice_accepted_draft_tokens_by_position",
   "vllm:prefix_cache_queries": "sluice_prefix_cache_query_tokens",
   "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
   "vllm:time_to_first_token_seconds": "sluice_time_to_first_token_seconds",
@@ -235,6 +239,18 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
   )
   yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
   yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
+  drafts = stats.drafts
+  yield _counter("sluice_draft_rows", "Rows of steps that verified draft tokens.", drafts.rows)
+  yield _counter("sluice_draft_tokens", "Draft tokens that steps verified.", drafts.tokens)
+  yield _counter(
+    "sluice_accepted_draft_tokens", "Draft tokens that were right; each saved its request a step.", drafts.accepted
+  )
+  by_position = _counter(
+    "sluice_accepted_draft_tokens_by_position", "The same by place among the drafts of a row.", labels=["position"]
+  )
+  for position, accepted in enumerate(drafts.accepted_at):
+    by_position.add_metric([str(position)], accepted)
+  yield by_position
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)
   host = stats.host_pool
   if host is not None:

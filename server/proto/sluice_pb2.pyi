@@ -467,7 +467,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self, steps_after_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests", "skipped_tokens_total")
+    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests", "skipped_tokens_total", "draft_rows_total", "draft_tokens_total", "accepted_draft_tokens_total")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     WARMUP_S_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +495,9 @@ class GetLoadResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ROWS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     load_s: float
     warmup_s: float
@@ -522,7 +525,10 @@ class GetLoadResponse(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[StepLoad]
     requests: _containers.RepeatedCompositeFieldContainer[RequestLoad]
     skipped_tokens_total: int
-    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ..., skipped_tokens_total: _Optional[int] = ...) -> None: ...
+    draft_rows_total: int
+    draft_tokens_total: int
+    accepted_draft_tokens_total: int
+    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ..., skipped_tokens_total: _Optional[int] = ..., draft_rows_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ...) -> None: ...
 
 class RungLoad(_message.Message):
     __slots__ = ("tokens", "rows", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "idle_slots_total", "host_s_total", "device_s_total", "skipped_tokens_total")
@@ -549,7 +555,7 @@ class RungLoad(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., rows: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., idle_slots_total: _Optional[int] = ..., host_s_total: _Optional[float] = ..., device_s_total: _Optional[float] = ..., skipped_tokens_total: _Optional[int] = ...) -> None: ...
 
 class StepLoad(_message.Message):
-    __slots__ = ("step", "side", "time", "shape_tokens", "shape_rows", "num_rows", "decode_rows", "decode_tokens", "prefill_tokens", "decode_keys", "prefill_pairs", "padding", "idle_slots", "blocks_used", "blocks_cached", "kv_tokens", "kv_slots", "num_waiting", "num_running", "num_preemptions", "host_s", "device_s", "commit_s")
+    __slots__ = ("step", "side", "time", "shape_tokens", "shape_rows", "num_rows", "decode_rows", "decode_tokens", "prefill_tokens", "decode_keys", "prefill_pairs", "padding", "idle_slots", "blocks_used", "blocks_cached", "kv_tokens", "kv_slots", "num_waiting", "num_running", "num_preemptions", "host_s", "device_s", "commit_s", "num_drafts", "num_accepted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
@@ -573,6 +579,8 @@ class StepLoad(_message.Message):
     HOST_S_FIELD_NUMBER: _ClassVar[int]
     DEVICE_S_FIELD_NUMBER: _ClassVar[int]
     COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     side: str
     time: float
@@ -596,7 +604,9 @@ class StepLoad(_message.Message):
     host_s: float
     device_s: float
     commit_s: float
-    def __init__(self, step: _Optional[int] = ..., side: _Optional[str] = ..., time: _Optional[float] = ..., shape_tokens: _Optional[int] = ..., shape_rows: _Optional[int] = ..., num_rows: _Optional[int] = ..., decode_rows: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_keys: _Optional[int] = ..., prefill_pairs: _Optional[int] = ..., padding: _Optional[int] = ..., idle_slots: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., device_s: _Optional[float] = ..., commit_s: _Optional[float] = ...) -> None: ...
+    num_drafts: int
+    num_accepted: int
+    def __init__(self, step: _Optional[int] = ..., side: _Optional[str] = ..., time: _Optional[float] = ..., shape_tokens: _Optional[int] = ..., shape_rows: _Optional[int] = ..., num_rows: _Optional[int] = ..., decode_rows: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_keys: _Optional[int] = ..., prefill_pairs: _Optional[int] = ..., padding: _Optional[int] = ..., idle_slots: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., device_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class RequestLoad(_message.Message):
     __slots__ = ("id", "side", "reason", "arrival", "first_scheduled", "first_token", "end", "prompt_tokens", "cached_tokens", "output_tokens", "lost_tokens", "num_preemptions")

@@ -293,6 +293,9 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       skipped_tokens_total=stats.num_skipped_tokens,
       output_tokens_total=stats.num_output_tokens,
       preemptions_total=stats.num_preemptions,
+      draft_rows_total=stats.drafts.rows,
+      draft_tokens_total=stats.drafts.tokens,
+      accepted_draft_tokens_total=stats.drafts.accepted,
       prefix_hit_tokens_total=stats.num_cached_tokens,
       requests_finished_total=sum(stats.finished.values()),
       rungs=[

@@ -130,7 +130,7 @@ def read_run(path: str) -> RecordedRun:
         served.append(RequestRecord(**{name: row[name] for name in RequestRecord._fields}))
       else:
         row = dict(zip(head["step_fields"], entry["s"], strict=True))
-        steps.append(StepRecord(**{name: row[name] for name in StepRecord._fields}))
+        steps.append(StepRecord(**{name: row[name] for name in StepRecord._fields if name in row}))
     return RecordedRun(head["about"], head["figures"], tuple(outcomes), tuple(prompt_lens), tuple(steps), tuple(served))
   except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
     raise ConfigError(

@@ -297,3 +297,23 @@ def test_a_trace_with_drafts_replays(overlap: bool, tmp_path: Path, monkeypatch:
     replayed = replay.replay(lines)
     assert replayed.difference is None and replayed.num_batches > 10
   assert num_drafts > 50
+
+
+def test_drafts_and_accepted_ones_are_counted():
+  """In totals, by position and by step."""
+  accepted = rejected = 0
+  for seed in range(8):
+    world = GuessingWorld(seed, prefix_cache_scope="off")
+    for _ in range(100):
+      world.random_op()
+    world.drain()
+    stats = world.engine.stats(1 << 20)
+    counts = stats.drafts
+    assert counts.tokens == world.num_drafts and counts.rows <= counts.tokens
+    assert sum(step.num_drafts for step in stats.steps) == counts.tokens
+    assert sum(step.num_accepted for step in stats.steps) == counts.accepted
+    assert list(counts.accepted_at) == sorted(counts.accepted_at, reverse=True)
+    # Results of requests that have ended or were preempted count, too.
+    assert counts.accepted >= world.num_accepted
+    accepted, rejected = accepted + counts.accepted, rejected + counts.tokens - counts.accepted
+  assert accepted > 50 and rejected > 5

@@ -15,7 +15,7 @@ from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest, Overloaded
 from engine.host_pool import HostPoolCounts
-from engine.recorder import EngineStats, RequestRecord, RungTotals, StepRecord
+from engine.recorder import DraftCounts, EngineStats, RequestRecord, RungTotals, StepRecord
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from server.errors import Draining, InternalError, Starting
@@ -303,6 +303,7 @@ def test_a_report_comes_back_as_it_was():
     **numbers
     | {
       "host_pool": HostPoolCounts(1, 2, 3),
+      "drafts": DraftCounts(3, 9, (2, 1, 0, 0, 0, 0, 0)),
       "rungs": {8: RungTotals(1, 2, 3, 4, 5, 0.5, 0.25)},
       "finished": dict.fromkeys(FinishReason, 2),
       "steps": (StepRecord(0, "prefill", *range(len(StepRecord._fields) - 2)),),  # pyright: ignore[reportArgumentType]
