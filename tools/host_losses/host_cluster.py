@@ -18,7 +18,7 @@ from tools.server_process import find_free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 120.0
-FAST = ("--token_budgets=8,64", "--max_num_seqs=8", "--num_blocks=300", "--max_model_len=1024")
+FAST = ("--token_budgets=8,64", "--max_num_seqs=8", "--num_blocks=300", "--max_model_len=1024", "--drain_timeout_s=100")
 
 
 class Cluster:
