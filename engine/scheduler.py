@@ -240,15 +240,21 @@ class Scheduler:
 
   def schedule(self, now: float) -> Batch | None:
     """Plans and returns the next step, or None if nothing can run. The caller must launch it before the next call."""
-    changes = bool(self._waiting and self._slots)
-    if self._speculation is not None and self._find_drafts(self._speculation):
-      changes = True
-    planned = None if changes else self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
+    may_join = bool(self._waiting and self._slots)
+    # Steps that repeat cost the host less, so drafts must pay for leaving them.
+    may_repeat = bool(self._steady.steps_left) and not may_join
+    has_drafts = self._speculation is not None and self._find_drafts(self._speculation, may_repeat)
+    planned = None
+    if not (may_join or has_drafts):
+      planned = self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
     if planned is None:
       self._steady.stop_run()
+      was_drafted = self._drafted_step == self._num_steps - 1
       planned = self._plan_step(now)
       if planned is None:
         return None
+      if self._speculation is not None and not planned[0].num_drafts and (was_drafted or (has_drafts and may_repeat)):
+        self._speculation.note_slow_step(planned[0].step)
     batch, rows = planned
     self._num_steps += 1
     self._times[batch.step] = now
@@ -258,14 +264,23 @@ class Scheduler:
     self._policy.charge_step(rows, batch.counts, batch.shape.tokens)
     return batch
 
-  def _find_drafts(self, speculation: Speculation) -> bool:
-    """Returns whether a request has drafts that the next step could verify."""
+  def _find_drafts(self, speculation: Speculation, may_repeat: bool) -> bool:
+    """Returns whether a request has drafts that the next step could verify.
+
+    If the step could repeat the one before, it also returns False for drafts that do not pay.
+    """
     # With overlap, drafts of all requests share a step, so that they wait together.
     in_turn = self._drafted_step not in self._launched and self._constrained_step not in self._launched
     if not in_turn or len(self._running) >= self.ladder.max_logits:
       speculation.skip_drafts()
       return False
-    return speculation.find_drafts(self._num_steps)
+    if not speculation.find_drafts(self._num_steps):
+      return False
+    if not may_repeat:
+      return True
+    num_rows, ladder = len(self._running), self.ladder
+    most = min(ladder.max_tokens, ladder.max_logits) - num_rows
+    return speculation.may_pay(PlannedStep(num_rows, num_rows, 0, 0, most, 0), len(self._launched))
 
   def _plan_step(self, now: float) -> tuple[Batch, list[Request]] | None:
     """Plans a step and its rows from the requests: running ones continue, and waiting ones may join."""

@@ -36,7 +36,9 @@ GRAMMAR = "grammar"  # the source of tokens that a constraint leaves no choice a
 _LONGEST_SLEEP = 256  # steps
 _SLEEPLESS_RATE = 0.4  # a request whose drafts are accepted more often does not rest after failures
 _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.5 us each
-_DECLINE_STEPS = 32  # steps in which drafts as unlikely as those that did not pay are not considered again
+# After drafts that did not pay, the next 2, 4, 8, ... steps propose none, and in this many steps drafts that are as
+# unlikely are not considered.
+_DECLINE_STEPS = 32
 
 
 class DraftCandidate(NamedTuple):
@@ -46,12 +48,14 @@ class DraftCandidate(NamedTuple):
     row: its index among the decodes.
     tokens: the drafts, after the last known token or the token in flight; at least one.
     masks: for a constrained request, the mask after each draft; else ().
+    rate: the chance that a draft is accepted after accepted ones.
     chances: the chance that the first 1, 2, ... drafts are accepted.
   """
 
   row: int
   tokens: tuple[int, ...]
   masks: tuple[bytes, ...]
+  rate: float
   chances: list[float]
 
 
@@ -127,6 +131,8 @@ class Speculation:
     self._alone_seconds = StepSeconds(ladder)
     self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
     self._declined_rate, self._declined_until = 0.0, -1
+    self._num_declines, self._pause_until = 0, -1  # choices of no draft in a row; step before which nothing is proposed
+    self._slowed_steps: set[int] = set()  # uncommitted; see note_slow_step
     self._step = 0  # for which find_drafts() has made proposals
     self._least_rate = 0.0  # drafts of the next step that are as unlikely as this are not considered
     self._has_failed = False  # a drafter has raised an error
@@ -200,6 +206,8 @@ class Speculation:
     self.skip_drafts()
     self._proposing = found
     self._step = step
+    if step < self._pause_until:
+      return False
     least = self._least_rate = self._declined_rate if step < self._declined_until else 0.0
     drafter, most = self.drafter, self._most + 1  # the first token may stand for one in flight
     for request_id, tracked in self._take_turns():
@@ -219,6 +227,25 @@ class Speculation:
         tracked.draft = draft
         found[request_id] = tracked
     return bool(found)
+
+  def may_pay(self, planned: PlannedStep, num_unknown: int) -> bool:
+    """Returns whether drafts would pay in a step of decodes without constraints. If not, the step gets none.
+
+    Args:
+      planned: the step, of which all requests decode.
+      num_unknown: 1 if the last token of each request is in flight, else 0.
+    """
+    candidates = []
+    if self.knows_step(planned):
+      for tracked in self._proposing.values():
+        tokens = tracked.draft.tokens[num_unknown : num_unknown + self._most]
+        if tokens:
+          rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
+          candidates.append(DraftCandidate(0, tokens, (), rate, list_chances(rate, len(tokens), num_unknown)))
+    if candidates and any(self.choose_counts(self._step, planned, candidates)):
+      return True
+    self.skip_drafts()
+    return False
 
   def skip_drafts(self) -> None:
     """Leaves the next step without drafts, at no cost."""
@@ -248,7 +275,7 @@ class Speculation:
     if not tokens:
       return None
     rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
-    return DraftCandidate(row, tokens, (), list_chances(rate, len(tokens), num_unknown))
+    return DraftCandidate(row, tokens, (), rate, list_chances(rate, len(tokens), num_unknown))
 
   def _make_constrained(self, row: int, request: Request, tracked: _Tracked, most: int) -> DraftCandidate | None:
     """Returns the draft that the request's constraint makes of the drafter's."""
@@ -275,7 +302,7 @@ class Speculation:
       tracked.draft = Draft(draft.tokens, GRAMMAR)
     else:
       rate = rate_of_draft
-    return DraftCandidate(row, draft.tokens, draft.masks, list_chances(rate, len(draft.tokens)))
+    return DraftCandidate(row, draft.tokens, draft.masks, rate, list_chances(rate, len(draft.tokens)))
 
   def knows_step(self, planned: PlannedStep) -> bool:
     """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
@@ -301,8 +328,12 @@ class Speculation:
       seconds = self._alone_seconds.estimate_steps(planned.num_tokens, most)
       num_rows = planned.num_decodes
       choice = choose_drafts(chances, StepOption(num_rows, seconds), num_rows / seconds[0], most)
-    if not any(choice.counts):
-      self._declined_rate = max(row[0] for row in chances)  # with a token in flight less than the rate
+    if any(choice.counts):
+      self._num_declines = 0
+    else:
+      self._num_declines += 1
+      self._pause_until = step + min(_DECLINE_STEPS, 1 << self._num_declines)
+      self._declined_rate = max(candidate.rate for candidate in candidates)
       self._declined_until = step + _DECLINE_STEPS
     return choice.counts
 
@@ -346,6 +377,10 @@ class Speculation:
     """Returns the seconds of the next step, of `num_rows` decodes; `most` if unknown."""
     return min(most, self._behind_seconds.estimate_steps(num_rows, 0)[0])
 
+  def note_slow_step(self, step: int) -> None:
+    """Notes that step `step` has no drafts, but does not repeat the one before because of drafts there or refused."""
+    self._slowed_steps.add(step)
+
   def start_row(self, request: Request) -> None:
     """Notes that the request's drafts are in the planned step."""
     tracked = self._tracked[request.id]
@@ -376,7 +411,7 @@ class Speculation:
       self._sleep(tracked, step + pause)
 
   def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
-    """Learns from the time of a committed step.
+    """Learns from the time of a committed step. It skips steps that had no drafts, and took longer for want of some.
 
     Args:
       batch: the step.
@@ -385,10 +420,16 @@ class Speculation:
       was_behind: the step was planned while the device computed another one.
     """
     drafts = batch.num_drafts
+    if batch.step in self._slowed_steps:
+      self._slowed_steps.discard(batch.step)
+      return
     num_drafted = len(drafts) - drafts.count(0) if drafts else 0
     if batch.token_ids.count(()) + num_drafted == len(batch.slots):  # no prompt is in it
-      table = self._behind_seconds if was_behind else self._alone_seconds
-      table.note_step(num_tokens, seconds)
+      table, other = self._alone_seconds, self._behind_seconds
+      if was_behind:
+        table, other = other, table
+      other.pass_step()
+      other.scale_all(table.note_step(num_tokens, seconds))
 
   # For traces.
 
@@ -398,7 +439,8 @@ class Speculation:
       "rates": self._rates.state(),
       "alone_seconds": self._alone_seconds.state(),
       "behind_seconds": self._behind_seconds.state(),
-      "declined": [self._declined_rate, self._declined_until],
+      "slowed_steps": sorted(self._slowed_steps),
+      "declined": [self._declined_rate, self._declined_until, self._num_declines, self._pause_until],
       "requests": {
         name: {
           "trials": {source: list(totals) for source, totals in tracked.trials.items()},
@@ -419,7 +461,8 @@ class Speculation:
     self._rates.restore_state(state["rates"])
     self._alone_seconds.restore_state(state["alone_seconds"])
     self._behind_seconds.restore_state(state["behind_seconds"])
-    self._declined_rate, self._declined_until = state["declined"]
+    self._slowed_steps = set(state["slowed_steps"])
+    self._declined_rate, self._declined_until, self._num_declines, self._pause_until = state["declined"]
     for name, values in state["requests"].items():
       tracked = self._tracked[name] = _Tracked(requests[name])
       tracked.trials = {source: list(totals) for source, totals in values["trials"].items()}

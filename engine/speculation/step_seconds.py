@@ -1,8 +1,10 @@
 """Learns how long a step of decodes takes by its number of tokens, from the steps themselves. Pure Python, no clock.
 
-Where the device computes padding, all steps of a rung take the same time, so padding costs nothing. A size that was
-never measured counts as cheap as the largest smaller one, within a limit: then it is tried, and known. A measurement
-expires, because contexts grow and other work comes and goes.
+Where the device computes padding, all steps of a rung take the same time, so padding costs nothing. A size that was not
+measured often enough counts as cheap as the largest smaller one, within a limit: then it is tried, and soon known.
+
+Contexts grow, and other work comes and goes. That changes steps of all sizes alike, so a change at a well-known size
+changes the others in proportion. A size that was not measured for long is tried again.
 """
 
 from bisect import bisect_left
@@ -10,13 +12,14 @@ from bisect import bisect_left
 from engine.shapes import ShapeLadder
 
 UNKNOWN = float("inf")  # seconds of a size that is too far from the measured ones to be tried
-_FEW = 3  # measurements of which the least counts: the first steps of a size may wait for something else
+_FEW = 3  # measurements that make a size known; of these the least counts, because the first ones may have to wait
+_MANY = 8  # measurements from which on a change is one of all sizes
 _RECENT = 0.1  # weight of a measurement among the later ones
 _MOST_TIMES_LONGER = 2.0  # a longer step counts as this many times the estimate: it waited for something else
 _LEAST_SECONDS = 1e-9  # of a step, for clocks that stand still
-_EXPIRES_AFTER = 512  # measured steps
-_EXACT_TOKENS = 32  # sizes up to this are apart; above, about one in eight tokens differs
-_STEPS_OF_A_POWER = 8
+_EXPIRES_AFTER = 4096  # steps
+_EXACT_TOKENS = 8  # sizes up to this are apart; above, a power of two has a few
+_SIZES_OF_A_POWER = 4
 
 
 class StepSeconds:
@@ -26,39 +29,52 @@ class StepSeconds:
     """Args: ladder: its rungs are the sizes, since the device computes padding; None: it computes tokens in use."""
     self._ladder = ladder
     self._points: dict[int, list[float]] = {}  # size -> number of measurements, seconds, time of the latest
-    self._sizes: list[int] = []  # sorted
-    self._num_noted = 0
+    self._num_steps = 0
 
-  def note_step(self, num_tokens: int, seconds: float) -> None:
-    """Adds a measured step of `num_tokens`."""
+  def note_step(self, num_tokens: int, seconds: float) -> float:
+    """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed."""
     size = self._size_of(num_tokens)
     seconds = max(seconds, _LEAST_SECONDS)
-    self._num_noted += 1
+    self._num_steps += 1
     point = self._points.get(size)
     if point is None:
-      self._points[size] = [1, seconds, self._num_noted]
-      self._sizes = sorted(self._points)
-      return
+      self._points[size] = [1, seconds, self._num_steps]
+      return 1.0
     count, known, _ = point
+    factor = 1.0
     if count < _FEW:
       known = min(known, seconds)
     else:
-      known += _RECENT * (min(seconds, _MOST_TIMES_LONGER * known) - known)
-    point[:] = count + 1, known, self._num_noted
+      changed = known + _RECENT * (min(seconds, _MOST_TIMES_LONGER * known) - known)
+      if count >= _MANY:
+        factor = changed / known
+        self.scale_all(factor)
+      known = changed
+    point[:] = count + 1, known, self._num_steps
+    return factor
+
+  def scale_all(self, factor: float) -> None:
+    """Multiplies all estimates, because steps of another kind have changed by `factor`."""
+    for point in self._points.values():
+      point[1] *= factor
+
+  def pass_step(self) -> None:
+    """Notes a step of another kind."""
+    self._num_steps += 1
 
   def estimate_steps(self, num_tokens: int, count: int, base: float = UNKNOWN) -> list[float]:
     """Returns the seconds of steps of `num_tokens` and of up to `count` more tokens; never decreasing.
 
-    [UNKNOWN, ...] if no smaller or equal size was measured lately: such a step must be measured first.
+    [UNKNOWN, ...] if no smaller or equal size is known: such a step must be measured first.
 
-    Args: base: seconds of a step of `num_tokens` of another kind, if this one was not measured.
+    Args: base: seconds of a step of `num_tokens` of another kind, if this one is not known.
     """
     self._drop_expired()
-    sizes, seconds = self._sizes, {size: point[1] for size, point in self._points.items()}
+    seconds = {size: point[1] for size, point in self._points.items() if point[0] >= _FEW}
     first = self._size_of(num_tokens)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
-      sizes = sorted(seconds)
+    sizes = sorted(seconds)
     found, least = [], 0.0
     for tokens in range(num_tokens, num_tokens + count + 1):
       least = max(least, self._estimate_step(self._size_of(tokens), sizes, seconds))
@@ -78,7 +94,7 @@ class StepSeconds:
     return seconds[below] + share * (seconds[sizes[above]] - seconds[below])
 
   def _largest_trial(self, known: int) -> int:
-    """Returns the largest size that may be tried if `known` is the largest measured one."""
+    """Returns the largest size that may be tried if `known` is the largest known one."""
     if self._ladder is None:
       return 2 * known + 8
     budgets = self._ladder.token_budgets
@@ -89,21 +105,19 @@ class StepSeconds:
       return self._ladder.fit(num_tokens).tokens
     if num_tokens <= _EXACT_TOKENS:
       return num_tokens
-    step = (1 << num_tokens.bit_length() - 1) // _STEPS_OF_A_POWER
+    step = (1 << (num_tokens - 1).bit_length() - 1) // _SIZES_OF_A_POWER
     return -(-num_tokens // step) * step
 
   def _drop_expired(self) -> None:
-    oldest = self._num_noted - _EXPIRES_AFTER
+    oldest = self._num_steps - _EXPIRES_AFTER
     if any(point[2] < oldest for point in self._points.values()):
       self._points = {size: point for size, point in self._points.items() if point[2] >= oldest}
-      self._sizes = sorted(self._points)
 
   def state(self) -> dict:
     """Returns the measurements as plain JSON values; restore_state() takes them back."""
-    return {"num_noted": self._num_noted, "points": [[size, *point] for size, point in self._points.items()]}
+    return {"num_steps": self._num_steps, "points": [[size, *point] for size, point in self._points.items()]}
 
   def restore_state(self, state: dict) -> None:
     """Takes back what state() returned."""
-    self._num_noted = state["num_noted"]
+    self._num_steps = state["num_steps"]
     self._points = {size: point for size, *point in state["points"]}
-    self._sizes = sorted(self._points)

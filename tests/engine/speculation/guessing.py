@@ -104,6 +104,7 @@ class GuessingWorld(World):
     super().__init__(seed, scheduler_class, guessing_config(seed, **settings), overlap)
     guess(self.scheduler, seed)
     self.num_drafts = self.num_accepted = self.num_unknown = 0
+    self._ends: dict[str, int] = {}  # by request: positions planned since its admission
     launch = self.runner.launch
 
     def watch(batch):
@@ -123,14 +124,20 @@ class GuessingWorld(World):
     self.scheduler._speculation.note_row = count_row  # type: ignore[method-assign]
 
   def _check_blocks(self, batch: Batch) -> None:
-    """Asserts that blocks for drafts left one for each running request."""
+    """Asserts that tables are as long as what was planned, and that drafts left a block for each running request."""
+    block_size = self.config.block_size
+    admitted = {admission.slot for admission in batch.admissions}
+    for name, slot, start, count in zip(batch.request_ids, batch.slots, batch.starts, batch.counts, strict=True):
+      self._ends[name] = max(0 if slot in admitted else self._ends[name], start + count)
+      table = self.scheduler._requests[name].block_table
+      assert len(table) == -(-self._ends[name] // block_size), "a request holds a block too many"
     ends = {
       slot: start + 1
       for slot, start, count in zip(batch.slots, batch.starts, batch.num_drafts or (0,) * len(batch.slots), strict=True)
       if count
     }
     for slot, index, _ in batch.new_blocks:
-      if slot in ends and index >= -(-ends[slot] // self.config.block_size):
+      if slot in ends and index >= -(-ends[slot] // block_size):
         assert self.scheduler.pool.num_free >= self.scheduler.num_running, "drafts take blocks that others need"
 
   def live(self, num_ops: int = 120) -> None:

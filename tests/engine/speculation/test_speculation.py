@@ -149,7 +149,7 @@ def test_where_time_grows_with_tokens_only_trials_are_drafted(text: Callable, ov
   texts = {name: text(number) for number, name in enumerate("abcd")}
   plain = Script(dataclasses.replace(config, speculation="none"), texts, linear).run()
   drafted = Script(config, texts, linear).run()
-  assert drafted.num_drafts <= 60 and drafted.now < 1.05 * plain.now
+  assert drafted.num_drafts <= 150 and drafted.now < 1.05 * plain.now, (drafted.num_drafts, drafted.now, plain.now)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -317,3 +317,14 @@ def test_drafts_and_accepted_ones_are_counted():
     assert counts.accepted >= world.num_accepted
     accepted, rejected = accepted + counts.accepted, rejected + counts.tokens - counts.accepted
   assert accepted > 50 and rejected > 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_that_do_not_pay_leave_steps_that_repeat(overlap: bool):
+  """A step planned from columns costs the host less than any draft could bring here."""
+  config = dataclasses.replace(CONFIG, overlap=overlap)
+  texts = {name: (copy_text(number)[0], copy_text(number)[0] * 4) for number, name in enumerate("abcd")}
+  plain = Script(dataclasses.replace(config, speculation="none"), texts, linear).run()
+  drafted = Script(config, texts, linear).run()
+  counts = [sum(batch.repeats for batch in script.batches) for script in (plain, drafted)]
+  assert counts[1] > 0.8 * counts[0] > 100, counts
