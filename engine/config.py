@@ -64,6 +64,11 @@ class EngineConfig(SchedulingSettings):
       if getattr(self, name) < 1:
         raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; set --{name}")
     check_prefill_chunk(self.prefill_chunk, self.token_budgets[-1])
+    if self.speculation != "none" and self.max_num_seqs == 1:
+      raise ConfigError(
+        f"speculation={self.speculation} needs logit rows for drafts, and a step has as many as max_num_seqs=1; set "
+        "--max_num_seqs to 2 or more, or leave out --speculation"
+      )
     assert not self.num_host_blocks or self.shares_prefixes, "a host pool without a prefix cache"
 
   @property

@@ -256,7 +256,8 @@ class SchedulingSettings:
   )
   num_speculative_tokens: int = setting(
     MAX_DRAFTS,
-    "With --speculation: most draft tokens of a request in a step; a step has as many as pay.",
+    "With --speculation: most draft tokens of a request in a step. A step has as many as pay; rows and drafts together "
+    "are at most --max_num_seqs.",
     group=_BATCHING,
     at_least=1,
     at_most=MAX_DRAFTS,

@@ -84,6 +84,7 @@ def guessing_config(seed: int, **settings) -> EngineConfig:
       "prefill_chunk": 16,
       "max_num_seqs": rng.choice((8, 16)),
     }
+  settings.setdefault("max_num_seqs", max(2, config.max_num_seqs))
   return dataclasses.replace(config, speculation="ngram", num_speculative_tokens=most, **settings)
 
 

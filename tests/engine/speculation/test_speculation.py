@@ -236,6 +236,11 @@ def test_waves_take_no_speculation(batching: str):
     dataclasses.replace(CONFIG, batching=batching)
 
 
+def test_a_step_without_logit_rows_for_drafts_is_refused():
+  with pytest.raises(ConfigError, match="max_num_seqs=1; set --max_num_seqs to 2 or more"):
+    dataclasses.replace(CONFIG, max_num_seqs=1)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_restored_scheduler_drafts_alike(overlap: bool):
   """From any step on, through JSON."""

@@ -1,0 +1,58 @@
+"""The demo model with drafts gives the very tokens of the demo model without, with any parameter, in fewer steps."""
+
+import json
+
+import pytest
+
+from server.client import Completion
+from sluice import LLM, SamplingParams
+
+SETTINGS = {"token_budgets": (16, 128), "max_num_seqs": 16, "prefill_chunk": 112, "max_model_len": 512}
+COPY = "Copy: red cat sun tree Copy: red cat sun tree Copy:"
+SCHEMA = {
+  "type": "object",
+  "properties": {
+    "full_name": {"enum": ["Mira", "Tom"]},
+    "age_in_years": {"type": "integer", "maximum": 99, "minimum": 0},
+  },
+  "required": ["full_name", "age_in_years"],
+  "additionalProperties": False,
+  "x-guidance": {"whitespace_flexible": False},
+}
+REQUESTS = [
+  (COPY, {}),
+  (COPY, {"temperature": 0.9, "seed": 5, "top_k": 20, "top_p": 0.9}),
+  (COPY, {"frequency_penalty": 0.6, "presence_penalty": 0.2, "repetition_penalty": 1.2}),
+  (COPY, {"logprobs": 3, "min_tokens": 20}),
+  (COPY, {"stop": ["tree"], "min_tokens": 5}),
+  (COPY, {"n": 3, "temperature": 0.7, "seed": 9}),
+  ("Make JSON: Mira is 7 years old and lives in Oslo.", {"json_schema": json.dumps(SCHEMA), "ignore_eos": False}),
+  ("Make JSON: Tom is 8 years old.", {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "presence_penalty": 0.5}),
+  ("One day", {"regex": r"(the red fox and the red hen, ){2,6}[a-z]{3,9}\.", "temperature": 1.0, "seed": 3}),
+]
+
+
+def generate(speculation: str, overlap: str) -> tuple[list[Completion], int]:
+  """The outputs of all requests together, then one after another, and the steps that they took."""
+  with LLM("demo", speculation=speculation, overlap=overlap, **SETTINGS) as llm:
+    params = [
+      SamplingParams(**{"max_tokens": 60, "temperature": 0.0, "ignore_eos": True} | more) for _, more in REQUESTS
+    ]
+    outputs = llm.generate([prompt for prompt, _ in REQUESTS], params)
+    for (prompt, _), each in zip(REQUESTS, params, strict=True):
+      outputs += llm.generate([prompt], each)
+    stats = llm.engine.stats()
+    assert stats.blocks_used == 0 and bool(stats.drafts.accepted) == (speculation != "none")
+    return [each for output in outputs for each in output.outputs], stats.num_steps
+
+
+@pytest.mark.parametrize("overlap", ["false", pytest.param("true", marks=pytest.mark.long)])
+def test_drafts_change_no_output_and_save_steps(overlap: str):
+  wanted, num_steps = generate("none", overlap)
+  found, num_fewer = generate("auto", overlap)
+  assert len(found) == len(wanted) == 2 * (len(REQUESTS) + 2)
+  for one, other in zip(wanted, found, strict=True):
+    assert (one.text, one.token_ids, one.ending) == (other.text, other.token_ids, other.ending)
+    values = ([entry.logprob for entry in each.logprobs] for each in (one, other))
+    assert next(values) == pytest.approx(next(values), abs=1e-4)
+  assert num_fewer < 0.8 * num_steps, (num_fewer, num_steps)
