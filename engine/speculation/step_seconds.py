@@ -12,10 +12,12 @@ from bisect import bisect_left
 from engine.shapes import ShapeLadder
 
 UNKNOWN = float("inf")  # seconds of a size that is too far from the measured ones to be tried
-_FEW = 3  # measurements that make a size known; of these the least counts, because the first ones may have to wait
+_FEW = 3  # measurements that make a size known; of these the median counts
 _MANY = 8  # measurements from which on a change is one of all sizes
 _RECENT = 0.1  # weight of a measurement among the later ones
-_MOST_TIMES_LONGER = 2.0  # a longer step counts as this many times the estimate: it waited for something else
+# A longer or shorter step counts as so many times the estimate, or so small a part: it waited for something else, or
+# the commit of the one before did.
+_MOST_CHANGE = 2.0
 _LEAST_SECONDS = 1e-9  # of a step, for clocks that stand still
 _EXPIRES_AFTER = 4096  # steps
 _EXACT_TOKENS = 8  # sizes up to this are apart; above, a power of two has a few
@@ -28,35 +30,41 @@ class StepSeconds:
   def __init__(self, ladder: ShapeLadder | None):
     """Args: ladder: its rungs are the sizes, since the device computes padding; None: it computes tokens in use."""
     self._ladder = ladder
-    self._points: dict[int, list[float]] = {}  # size -> number of measurements, seconds, time of the latest
+    # Size -> number of measurements, seconds, time of the latest; until it is known, also the measurements. Seconds are
+    # in units of the scale, so that a change of all sizes is one number.
+    self._points: dict[int, list[float]] = {}
+    self._scale = 1.0
     self._num_steps = 0
 
   def note_step(self, num_tokens: int, seconds: float) -> float:
     """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed."""
     size = self._size_of(num_tokens)
-    seconds = max(seconds, _LEAST_SECONDS)
+    seconds = max(seconds, _LEAST_SECONDS) / self._scale
     self._num_steps += 1
     point = self._points.get(size)
     if point is None:
-      self._points[size] = [1, seconds, self._num_steps]
+      self._points[size] = [1, seconds, self._num_steps, seconds]
       return 1.0
-    count, known, _ = point
+    count, known, _, *first = point
     factor = 1.0
     if count < _FEW:
-      known = min(known, seconds)
+      first.append(seconds)
+      known = sorted(first)[len(first) // 2]
     else:
-      changed = known + _RECENT * (min(seconds, _MOST_TIMES_LONGER * known) - known)
+      first = []
+      seconds = min(max(seconds, known / _MOST_CHANGE), _MOST_CHANGE * known)
+      changed = known + _RECENT * (seconds - known)
       if count >= _MANY:
         factor = changed / known
-        self.scale_all(factor)
-      known = changed
-    point[:] = count + 1, known, self._num_steps
+        self._scale *= factor
+      else:
+        known = changed
+    point[:] = count + 1, known, self._num_steps, *first
     return factor
 
   def scale_all(self, factor: float) -> None:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""
-    for point in self._points.values():
-      point[1] *= factor
+    self._scale *= factor
 
   def pass_step(self) -> None:
     """Notes a step of another kind."""
@@ -70,7 +78,8 @@ class StepSeconds:
     Args: base: seconds of a step of `num_tokens` of another kind, if this one is not known.
     """
     self._drop_expired()
-    seconds = {size: point[1] for size, point in self._points.items() if point[0] >= _FEW}
+    scale = self._scale
+    seconds = {size: scale * point[1] for size, point in self._points.items() if point[0] >= _FEW}
     first = self._size_of(num_tokens)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
@@ -115,9 +124,10 @@ class StepSeconds:
 
   def state(self) -> dict:
     """Returns the measurements as plain JSON values; restore_state() takes them back."""
-    return {"num_steps": self._num_steps, "points": [[size, *point] for size, point in self._points.items()]}
+    points = [[size, *point] for size, point in self._points.items()]
+    return {"num_steps": self._num_steps, "scale": self._scale, "points": points}
 
   def restore_state(self, state: dict) -> None:
     """Takes back what state() returned."""
-    self._num_steps = state["num_steps"]
+    self._num_steps, self._scale = state["num_steps"], state["scale"]
     self._points = {size: point for size, *point in state["points"]}

@@ -20,13 +20,13 @@ def test_a_size_without_a_known_one_below_is_unknown():
   assert times.estimate_steps(4, 2) == [0.01] * 3
 
 
-def test_a_size_is_known_after_three_measurements_of_which_the_least_counts():
+def test_a_size_is_known_after_three_measurements_of_which_the_median_counts():
   times = StepSeconds(None)
   note(times, 1, 0.01)
-  for seconds in (0.09, 0.05):
+  for seconds in (0.09, 0.001):
     times.note_step(4, seconds)
     assert times.estimate_steps(1, 3) == [0.01] * 4, "tried on"
-  times.note_step(4, 0.07)
+  times.note_step(4, 0.05)
   assert times.estimate_steps(4, 0) == [0.05]
 
 
@@ -43,6 +43,8 @@ def test_later_measurements_have_a_mean_without_outliers():
   note(times, 1, 0.01)
   times.note_step(1, 50.0)
   assert times.estimate_steps(1, 0) == pytest.approx([0.011])
+  times.note_step(1, 1e-6)
+  assert times.estimate_steps(1, 0) == pytest.approx([0.01045])
   note(times, 1, 0.02, 100)
   assert times.estimate_steps(1, 0) == pytest.approx([0.02], rel=0.01)
 
