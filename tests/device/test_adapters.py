@@ -24,9 +24,11 @@ from engine.device.weights import LoadedModel, open_checkpoint
 from engine.errors import CheckpointError, ConfigError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
+from engine.speculation.drafter import Draft
 from extensions.disaggregated.build import build_any
 from models.attention import dense_causal_attend
 from models.registry import config_from_hf, tensors
+from tools.bench.speculation import OracleDrafter
 from tools.make_random_adapter import TARGETS, matrices, read_products, write_plain_adapter, write_random_adapter
 from tools.make_random_model import family_config, write_model
 
@@ -266,6 +268,32 @@ def test_tokens_under_preemption_and_other_kernels(served, settings: dict):
   again = dataclasses.replace(served, built=built, log=log)
   check(again, requests_of(again, ("", "all", "rslora", "patterns")))
   assert (built.engine.stats().num_preemptions > 0) == ("num_blocks" in settings)
+  assert built.runner.compiles_after_ready == 0
+
+
+class AdaptedOracle(OracleDrafter):
+  """Proposes the tokens of the merged models, and another one at every fifth position."""
+
+  def propose(self, request: Request, count: int) -> Draft:
+    first = len(request.output_token_ids)
+    truth = self.outputs[request.id][first : first + count]
+    return Draft(tuple(token ^ ((first + place) % 5 == 4) for place, token in enumerate(truth)), "oracle")
+
+
+@pytest.mark.long
+def test_drafts_are_verified_with_the_adapter_of_their_row(served):
+  log = EventLog()
+  built = build_engine(make_options(speculation="ngram"), lambda *_: None, log.events.extend)
+  for name in ("all", "rslora", "patterns"):
+    load(built, name, served.folder / name)
+  again = dataclasses.replace(served, built=built, log=log)
+  pairs = requests_of(again, ("", "all", "rslora", "patterns"))
+  oracle = AdaptedOracle(1.0)
+  oracle.outputs = {request.id: tuple(wanted) for request, wanted in pairs}
+  built.engine.replace_drafter(oracle)
+  check(again, pairs)
+  records = built.engine.stats(1000).steps
+  assert sum(record.decode_tokens - record.decode_rows for record in records) > 5
   assert built.runner.compiles_after_ready == 0
 
 
