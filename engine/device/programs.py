@@ -291,14 +291,14 @@ def step(
     kernels = spec.argmax, spec.sampling, spec.adjust
     if spec.split.num_devices == 1:
       sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
-      accepted = sampler.accept_drafts(rows, sampled)
+      accepted, is_last = sampler.accept_drafts(rows, sampled)
       slot_state = sampler.remember(slot_state, rows, sampled.tokens, accepted)
     else:
       split = spec.vocabulary
       sampled = split_sampler.sample_split(logits, rows, slot_state, split, wide, inputs.num_logit_rows, *kernels)
-      accepted = sampler.accept_drafts(rows, sampled)
+      accepted, is_last = sampler.accept_drafts(rows, sampled)
       slot_state = split_sampler.remember_split(slot_state, rows, sampled.tokens, accepted, split)
-  slots = jnp.where(rows.has(Flag.SAMPLE) & sampler.ends_accepted(rows, accepted), rows[Column.SLOT], layout.num_slots)
+  slots = jnp.where(rows.has(Flag.SAMPLE) & is_last, rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
     sampled = lax.optimization_barrier(sampled)  # otherwise XLA would sample only the returned rows
   last_tokens = last_tokens.at[slots].set(sampled.tokens)

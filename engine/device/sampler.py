@@ -311,19 +311,19 @@ def sample(
   return Sampled(tokens, bad, *logprobs)
 
 
-def accept_drafts(rows: SamplingRows, sampled: Sampled) -> jax.Array:
-  """Returns bool[S]: the rows whose tokens count, as all drafts of their sequence before them are accepted."""
+def accept_drafts(rows: SamplingRows, sampled: Sampled) -> tuple[jax.Array, jax.Array]:
+  """Returns two bool[S]: the accepted rows, whose tokens count, and the last one of these in each sequence.
+
+  A row is accepted if no row before it in its sequence rejects the next row's draft.
+  """
   number = rows[Column.NUM_DRAFTS]
-  wrong = (_shift(sampled.tokens, 1) != rows[Column.DRAFT]) | _shift(sampled.bad, 1)
-  accepted = jnp.ones_like(wrong)
-  for back in range(MAX_DRAFTS):
-    accepted &= ~(_shift(wrong, back) & (number > back))
-  return accepted
-
-
-def ends_accepted(rows: SamplingRows, accepted: jax.Array) -> jax.Array:
-  """Returns bool[S]: the last accepted row of each sequence, whose token is its newest."""
-  return accepted & ~_shift(accepted & (rows[Column.NUM_DRAFTS] > 0), -1)
+  follows = _shift(number, -1) > 0  # the next row is of the same sequence
+  rejects = follows & ((sampled.tokens != _shift(rows[Column.DRAFT], -1)) | sampled.bad)
+  line = jnp.arange(number.shape[0], dtype=jnp.int32)
+  # All pairs of rows, because the few comparisons are one kernel: shifts of computed values would be one each.
+  before = (line[None, :] < line[:, None]) & (line[None, :] >= (line - number)[:, None])
+  accepted = ~jnp.any(before & rejects[None, :], axis=1)
+  return accepted, accepted & (rejects | ~follows)
 
 
 def remember(state: SlotState, rows: SamplingRows, tokens: jax.Array, accepted: jax.Array) -> SlotState:

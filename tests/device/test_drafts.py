@@ -129,8 +129,7 @@ def made_rows(drafts: list[tuple[int, ...]]) -> SamplingRows:
 
 def test_host_and_device_accept_the_same_drafts():
   """Tokens of two kinds, so that drafts often come true; and bad rows, which end a sequence."""
-  rng, accept = random.Random(0), jax.jit(sampler.accept_drafts)
-  ends, num_accepted = jax.jit(sampler.ends_accepted), 0
+  rng, accept, num_accepted = random.Random(0), jax.jit(sampler.accept_drafts), 0
   for _ in range(40):
     drafts = [tuple(rng.randrange(2) for _ in range(rng.randint(0, MAX_DRAFTS))) for _ in range(5)]
     rows = made_rows(drafts)
@@ -150,9 +149,9 @@ def test_host_and_device_accept_the_same_drafts():
       first += len(ids) + 1
     zeros = jnp.zeros(size, jnp.float32)
     sampled = Sampled(jnp.asarray(tokens, jnp.int32), jnp.asarray(bad), zeros, jnp.zeros((size, 0), jnp.int32), zeros)
-    accepted = accept(rows, sampled)
+    accepted, is_last = accept(rows, sampled)
     np.testing.assert_array_equal(np.asarray(accepted), expected)
-    np.testing.assert_array_equal(np.asarray(ends(rows, accepted)), last)
+    np.testing.assert_array_equal(np.asarray(is_last), last)
     starts = [start for start, _ in spans]
     by_row = [(row, start, ids) for row, (start, ids) in enumerate(zip(starts, drafts, strict=True)) if ids]
     kept = [int(value) for value in bad]
@@ -242,9 +241,11 @@ _HOST_BUGS = {
   "log_probabilities_of_rejected_drafts": (LaunchedStep, "_read_logprobs", "[: accepted[row][1] - first]", ""),
 }
 _DEVICE_BUGS = {
-  "every_draft_is_accepted": (sampler, "accept_drafts", "accepted &= ~(", "accepted &= True | ~("),
-  "only_the_draft_before_counts": (sampler, "accept_drafts", "range(MAX_DRAFTS)", "range(1)"),
-  "the_last_token_of_a_rejected_row": (sampler, "ends_accepted", "accepted & (rows", "(rows"),
+  "every_draft_is_accepted": (sampler, "accept_drafts", "rejects = follows &", "rejects = follows & False &"),
+  "only_the_draft_before_counts": (sampler, "accept_drafts", "(line - number)", "(line - 1)"),
+  "the_first_draft_does_not_count": (sampler, "accept_drafts", "(line - number)", "(line - number + 1)"),
+  "drafts_of_another_sequence_count": (sampler, "accept_drafts", "(line - number)", "(line - number - 2)"),
+  "the_last_token_of_a_rejected_row": (sampler, "accept_drafts", "accepted & (rejects | ~follows)", "~follows"),
   "rejected_tokens_are_remembered": (sampler, "remember", " & accepted", ""),
   "penalties_of_another_position": (
     sampler,

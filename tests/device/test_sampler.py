@@ -31,7 +31,7 @@ def run(logits, packed, history, bias, mask, wide=False):
   rows, state = inputs.sampling, SlotState(history, bias, mask)
   kernels = ("reference",) * 3 if wide else [native.choose_implementation(name, "cpu") for name in KERNELS]
   sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, *kernels)
-  accepted = sampler.accept_drafts(rows, sampled)
+  accepted, _ = sampler.accept_drafts(rows, sampled)
   return sampled, sampler.remember(state, rows, sampled.tokens, accepted).history
 
 

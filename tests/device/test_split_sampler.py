@@ -46,7 +46,7 @@ def run_split(wide: bool):
     inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
     rows, state = inputs.sampling, SlotState(history, bias, mask)
     sampled = split_sampler.sample_split(logits, rows, state, SPLIT, wide, inputs.num_logit_rows, *kernels)
-    accepted = accept_drafts(rows, sampled)
+    accepted, _ = accept_drafts(rows, sampled)
     return sampled, split_sampler.remember_split(state, rows, sampled.tokens, accepted, SPLIT).history
 
   split, whole = P(None, AXIS), P()
