@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.batch import Batch
+from engine.recorder import batch_line
 from engine.scheduler import Scheduler
+from engine.shapes import StepShape
 from tests.engine.world import World
 from tools import replay
 
@@ -63,6 +66,25 @@ def test_a_trace_without_logit_rows_still_replays(tmp_path: Path) -> None:
     lines.append(json.dumps(entry))
   replayed = replay.replay(lines)
   assert replayed.difference is None and replayed.num_batches > 10
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3)])
+def test_a_step_in_flight_with_drafts_is_read_from_its_line(order: tuple[int, ...]) -> None:
+  """A decode, a row with drafts, and two of a prompt, the last of one token."""
+  counts, drafts, inputs = (1, 3, 2, 1), (0, 2, 0, 0), ((), (-1, 5, 6), (7, 8), (9,))
+  ones = (1,) * 4
+
+  def column(values: tuple) -> tuple:
+    return tuple(values[row] for row in order)
+
+  logits = column((1, 3, 1, 1))
+  batch = Batch(
+    4, StepShape(8, 8, 8), tuple("abcd"), (0, 1, 2, 3), ones, column(counts), logits, (True,) * 4, column(inputs),
+    num_drafts=column(drafts),
+  )  # fmt: skip
+  found = replay._batch(batch_line(batch, False))
+  assert (found.counts, found.num_drafts) == (batch.counts, batch.num_drafts)
+  assert [len(ids) for ids in found.token_ids] == [len(ids) for ids in batch.token_ids]
 
 
 def test_a_changed_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
