@@ -84,7 +84,7 @@ def measure(
     random_weights=is_random,
     max_model_len=longest,
     max_num_seqs=num_logits,  # a rung has as many logit rows
-    token_budgets=tuple(sorted({rows * (1 + drafts) for drafts in range(most_drafts + 1)})),
+    token_budgets=tuple(sorted({max(2, rows * (1 + drafts)) for drafts in range(most_drafts + 1)})),
     num_blocks=rows * -(-longest // _BLOCK_SIZE),
     block_size=_BLOCK_SIZE,
     **UNBOUNDED_QUEUE,
