@@ -4,7 +4,8 @@ Where the device computes padding, all steps of a rung take the same time, so pa
 measured often enough counts as cheap as the largest smaller one, within a limit: then it is tried, and soon known.
 
 Contexts grow, and other work comes and goes. That changes steps of all sizes alike, so a change at a well-known size
-changes the others in proportion. A size that was not measured for long is tried again.
+changes the others in proportion. A size that was not measured for long counts as cheaper and cheaper, so it is tried
+again, and then its measurements begin anew: one bad moment must not decide for ever.
 """
 
 from bisect import bisect_left
@@ -19,7 +20,9 @@ _RECENT = 0.1  # weight of a measurement among the later ones
 # the commit of the one before did.
 _MOST_CHANGE = 2.0
 _LEAST_SECONDS = 1e-9  # of a step, for clocks that stand still
-_EXPIRES_AFTER = 4096  # steps
+_HALVES_AFTER = 1024  # steps without a measurement of a size, after which it counts as half
+_BEGINS_ANEW_AFTER = 128
+_EXPIRES_AFTER = 4096
 _EXACT_TOKENS = 8  # sizes up to this are apart; above, a power of two has a few
 _SIZES_OF_A_POWER = 4
 
@@ -42,7 +45,7 @@ class StepSeconds:
     seconds = max(seconds, _LEAST_SECONDS) / self._scale
     self._num_steps += 1
     point = self._points.get(size)
-    if point is None:
+    if point is None or self._num_steps - point[2] > _BEGINS_ANEW_AFTER:
       self._points[size] = [1, seconds, self._num_steps, seconds]
       return 1.0
     count, known, _, *first = point
@@ -78,8 +81,7 @@ class StepSeconds:
     Args: base: seconds of a step of `num_tokens` of another kind, if this one is not known.
     """
     self._drop_expired()
-    scale = self._scale
-    seconds = {size: scale * point[1] for size, point in self._points.items() if point[0] >= _FEW}
+    seconds = {size: self._known_seconds(point) for size, point in self._points.items() if point[0] >= _FEW}
     first = self._size_of(num_tokens)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
@@ -89,6 +91,11 @@ class StepSeconds:
       least = max(least, self._estimate_step(self._size_of(tokens), sizes, seconds))
       found.append(least)
     return found
+
+  def _known_seconds(self, point: list[float]) -> float:
+    """Returns a size's seconds; after some steps without a measurement less and less, down to half."""
+    age = max(0, min(_HALVES_AFTER, self._num_steps - point[2] - _BEGINS_ANEW_AFTER))
+    return self._scale * point[1] / (1.0 + age / _HALVES_AFTER)
 
   def _estimate_step(self, size: int, sizes: list[int], seconds: dict[int, float]) -> float:
     if size in seconds:

@@ -49,6 +49,10 @@ def linear(num_tokens: int) -> float:
   return 0.01 * num_tokens
 
 
+def square(num_tokens: int) -> float:
+  return 0.01 * num_tokens**2
+
+
 class Script:
   """A scheduler, and a device that gives each request the tokens written for it.
 
@@ -329,7 +333,7 @@ def test_drafts_that_do_not_pay_leave_steps_that_repeat(overlap: bool):
   """A step planned from columns costs the host less than any draft could bring here."""
   config = dataclasses.replace(CONFIG, overlap=overlap)
   texts = {name: (copy_text(number)[0], copy_text(number)[0] * 4) for number, name in enumerate("abcd")}
-  plain = Script(dataclasses.replace(config, speculation="none"), texts, linear).run()
-  drafted = Script(config, texts, linear).run()
+  plain = Script(dataclasses.replace(config, speculation="none"), texts, square).run()
+  drafted = Script(config, texts, square).run()
   counts = [sum(batch.repeats for batch in script.batches) for script in (plain, drafted)]
   assert counts[1] > 0.8 * counts[0] > 100, counts

@@ -100,9 +100,25 @@ def test_a_measurement_expires():
   for _ in range(2048):
     times.note_step(1, 0.01)
     times.pass_step()
-  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.5)
+  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.25), "half, as it was not measured for long"
   times.pass_step()
   assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.01), "it is tried again"
+
+
+def test_a_size_that_was_not_measured_for_long_begins_anew():
+  times = StepSeconds(None)
+  note(times, 8, 0.5)
+  note(times, 1, 0.01, 127)
+  times.note_step(8, 0.5)
+  note(times, 1, 0.01, 128)
+  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.5)
+  note(times, 1, 0.01, 512)
+  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.5 / 1.5)
+  for _ in range(2):
+    times.note_step(8, 0.04)
+    assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.01), "not known"
+  times.note_step(8, 0.04)
+  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.04)
 
 
 def test_a_restored_state_continues():
