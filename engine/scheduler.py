@@ -744,8 +744,7 @@ class Scheduler:
     seconds = now - max(self._times.pop(batch.step), self._last_commit)
     self._last_commit = now
     if self._speculation is not None:
-      num_tokens = batch.device_tokens(self.config.computes_padding)
-      self._speculation.note_step(batch, num_tokens, seconds, batch.step in self._behind_steps)
+      self._speculation.note_step(batch, seconds, batch.step in self._behind_steps)
     self._behind_steps.discard(batch.step)
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)

@@ -32,6 +32,8 @@ from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 _log = logging.getLogger(__name__)
 
 AWAKE = -1
+_PLAIN_STEPS_A_NOTE = 4  # steps without drafts, of which the time of one is noted, at 20 us right after a step
+_FIRST_NOTES = 64  # plain steps of which all are noted
 GRAMMAR = "grammar"  # the source of tokens that a constraint leaves no choice about
 _LONGEST_SLEEP = 256  # steps
 _SLEEPLESS_RATE = 0.4  # a request whose drafts are accepted more often does not rest after failures
@@ -122,6 +124,8 @@ class Speculation:
     self._awake: OrderedDict[str, _Tracked] = OrderedDict()  # others, in the order in which steps look at them
     self._sleepers: list[tuple[int, int, _Tracked]] = []  # heap by step; the number makes entries differ
     self._num_sleeps = 0
+    self._num_plain = 0  # committed steps without drafts
+    self._computes_padding = config.computes_padding
     self._proposing: dict[str, _Tracked] = {}  # requests with a draft for the next step, or a constraint
     self._forces = config.speculation == "auto"
     self.constrained_drafts: dict[str, ConstrainedDraft] = {}  # of the latest planned step, for a trace
@@ -410,12 +414,11 @@ class Speculation:
     elif pause:
       self._sleep(tracked, step + pause)
 
-  def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
+  def note_step(self, batch: Batch, seconds: float, was_behind: bool) -> None:
     """Learns from the time of a committed step. It skips steps that had no drafts, and took longer for want of some.
 
     Args:
       batch: the step.
-      num_tokens: that the device computed.
       seconds: from planning, or from the commit of the step before if that is later, to its commit.
       was_behind: the step was planned while the device computed another one.
     """
@@ -423,13 +426,21 @@ class Speculation:
     if batch.step in self._slowed_steps:
       self._slowed_steps.discard(batch.step)
       return
+    num_steps = 1
+    if not drafts:
+      self._num_plain += 1
+      if self._num_plain > _FIRST_NOTES:
+        if self._num_plain % _PLAIN_STEPS_A_NOTE:
+          return
+        num_steps = _PLAIN_STEPS_A_NOTE
     num_drafted = len(drafts) - drafts.count(0) if drafts else 0
     if batch.token_ids.count(()) + num_drafted == len(batch.slots):  # no prompt is in it
       table, other = self._alone_seconds, self._behind_seconds
       if was_behind:
         table, other = other, table
-      other.pass_step()
-      other.scale_all(table.note_step(num_tokens, seconds))
+      other.pass_steps(num_steps)
+      num_tokens = batch.device_tokens(self._computes_padding)
+      other.scale_all(table.note_step(num_tokens, seconds, num_steps))
 
   # For traces.
 
@@ -439,6 +450,7 @@ class Speculation:
       "rates": self._rates.state(),
       "alone_seconds": self._alone_seconds.state(),
       "behind_seconds": self._behind_seconds.state(),
+      "num_plain": self._num_plain,
       "slowed_steps": sorted(self._slowed_steps),
       "declined": [self._declined_rate, self._declined_until, self._num_declines, self._pause_until],
       "requests": {
@@ -461,7 +473,7 @@ class Speculation:
     self._rates.restore_state(state["rates"])
     self._alone_seconds.restore_state(state["alone_seconds"])
     self._behind_seconds.restore_state(state["behind_seconds"])
-    self._slowed_steps = set(state["slowed_steps"])
+    self._slowed_steps, self._num_plain = set(state["slowed_steps"]), state["num_plain"]
     self._declined_rate, self._declined_until, self._num_declines, self._pause_until = state["declined"]
     for name, values in state["requests"].items():
       tracked = self._tracked[name] = _Tracked(requests[name])

@@ -39,11 +39,14 @@ class StepSeconds:
     self._scale = 1.0
     self._num_steps = 0
 
-  def note_step(self, num_tokens: int, seconds: float) -> float:
-    """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed."""
+  def note_step(self, num_tokens: int, seconds: float, num_steps: int = 1) -> float:
+    """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed.
+
+    Args: num_steps: equal steps that it stands for.
+    """
     size = self._size_of(num_tokens)
     seconds = max(seconds, _LEAST_SECONDS) / self._scale
-    self._num_steps += 1
+    self._num_steps += num_steps
     point = self._points.get(size)
     if point is None or self._num_steps - point[2] > _BEGINS_ANEW_AFTER:
       self._points[size] = [1, seconds, self._num_steps, seconds]
@@ -69,9 +72,9 @@ class StepSeconds:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""
     self._scale *= factor
 
-  def pass_step(self) -> None:
-    """Notes a step of another kind."""
-    self._num_steps += 1
+  def pass_steps(self, num_steps: int = 1) -> None:
+    """Notes steps of another kind."""
+    self._num_steps += num_steps
 
   def estimate_steps(self, num_tokens: int, count: int, base: float = UNKNOWN) -> list[float]:
     """Returns the seconds of steps of `num_tokens` and of up to `count` more tokens; never decreasing.

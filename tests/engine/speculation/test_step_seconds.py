@@ -99,9 +99,9 @@ def test_a_measurement_expires():
   note(times, 8, 0.5)
   for _ in range(2048):
     times.note_step(1, 0.01)
-    times.pass_step()
+    times.pass_steps()
   assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.25), "half, as it was not measured for long"
-  times.pass_step()
+  times.pass_steps()
   assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.01), "it is tried again"
 
 
