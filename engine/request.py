@@ -59,6 +59,7 @@ class Request:
       Submit the leader first: an id that is not live at arrival has no effect.
     constraint: the constraint of its output; None: no constraint. Its state follows output_token_ids.
     adapter: name of its LoRA adapter; "": the base model.
+    speculation: which drafts it may get, at most those of EngineConfig.speculation; "": those.
     adapter_slot, adapter_serial: slot and load of the adapter, which the engine sets at arrival; 0 without one.
     seed: the 32-bit seed of all its samples: from its parameters, or as given, or else random.
     rank: place in the policy's order, lower first; fixed on arrival, unless the policy is dynamic.
@@ -89,6 +90,7 @@ class Request:
   adapter: str = ""
   adapter_slot: int = 0
   adapter_serial: int = 0
+  speculation: str = ""
 
   status: RequestStatus = RequestStatus.WAITING
   finish_reason: FinishReason | None = None

@@ -3,6 +3,7 @@
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, RequestTooLong
 from engine.request import Request
+from engine.settings import SPECULATION
 
 
 def check_generates(config: EngineConfig) -> None:
@@ -18,6 +19,11 @@ def check_generates(config: EngineConfig) -> None:
   raise InvalidRequest(
     f"generates no text, since {config.headless} has no head of tokens; it serves {served}", field="model"
   )
+
+
+def allowed_speculation(config: EngineConfig) -> tuple[str, ...]:
+  """Returns the values of `speculation` that a request may have."""
+  return SPECULATION[: SPECULATION.index(config.speculation) + 1]
 
 
 def validate_request(config: EngineConfig, request: Request) -> None:
@@ -42,6 +48,13 @@ def validate_request(config: EngineConfig, request: Request) -> None:
     raise InvalidRequest(
       "is not allowed together with an output constraint, which might then allow no token at all: remove one of them",
       field="allowed_token_ids",
+    )
+  allowed = allowed_speculation(config)
+  if request.speculation not in ("", *allowed):
+    raise InvalidRequest(
+      f"={request.speculation!r:.40} is not served here: send one of {', '.join(allowed)}, or serve with another "
+      "--speculation",
+      field="speculation",
     )
   total = len(prompt) + request.params.max_tokens
   if total > config.max_model_len:

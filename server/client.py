@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
   request_id: str
   priority: int
   cache_salt: str
+  speculation: str
   tenant: str
   queue_timeout_s: float
   timeout_s: float

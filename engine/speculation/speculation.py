@@ -144,8 +144,8 @@ class Speculation:
   # Requests.
 
   def add_request(self, request: Request) -> None:
-    """Starts to watch a request, unless it is watched already."""
-    if request.id not in self._tracked:
+    """Starts to watch a request, unless it is watched already or wants no drafts."""
+    if request.id not in self._tracked and request.speculation != "none":
       tracked = self._tracked[request.id] = _Tracked(request)
       (self._awake if request.constraint is None else self._lively)[request.id] = tracked
 
@@ -291,11 +291,12 @@ class Speculation:
       tracked.wakes_at = AWAKE
       forget_half(tracked.trials)
     rate_of_draft = self._rates.estimate_rate(tracked.trials, tracked.draft.source) if tracked.draft.tokens else 0.0
-    rate = self._rates.estimate_rate(tracked.trials, GRAMMAR) if self._forces else 0.0
+    forces = self._forces and request.speculation != "ngram"
+    rate = self._rates.estimate_rate(tracked.trials, GRAMMAR) if forces else 0.0
     if max(rate_of_draft, rate) <= self._least_rate:
       return None
     try:
-      draft = constraint.find_draft(tracked.draft.tokens[:most], most, self._forces)
+      draft = constraint.find_draft(tracked.draft.tokens[:most], most, forces)
     except Exception:  # foreign code, whose errors may cost drafts only
       self._note_error(request.id)
       return None

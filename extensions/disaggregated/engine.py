@@ -274,5 +274,6 @@ def _part(request: Request, params: SamplingParams) -> Request:
     cache_salt=request.cache_salt,
     tenant=request.tenant,
     leader_id=request.leader_id,
+    speculation=request.speculation,
     constraint=request.constraint,  # shared: the request is on one side at a time
   )

@@ -318,6 +318,7 @@ class Generations:
             leader_id=None if index == 0 else ids[0],
             constraint=call.constraints[index] if call.constraints else None,
             adapter=call.adapter,
+            speculation=call.speculation,
           )
         )
       await self._engine.submit(owner, request_id, requests)

@@ -69,6 +69,7 @@ class GenerationCall:
     constraints: one for each of the n outputs, or empty.
     shown_token_ids: special tokens that the text has even under skip_special_tokens.
     adapter: name of the LoRA adapter; empty: the base model alone.
+    speculation: which drafts it may get; empty: the server's.
   """
 
   request_id: str
@@ -85,6 +86,7 @@ class GenerationCall:
   constraints: tuple[Constraint, ...] = ()
   shown_token_ids: frozenset[int] = frozenset()
   adapter: str = ""
+  speculation: str = ""
 
 
 def unknown_fields(message: protobuf_message.Message) -> list[str]:
@@ -258,6 +260,7 @@ def make_generation_call(
     cache_salt=salt,
     tenant=request.tenant,
     adapter=adapter,
+    speculation=request.speculation,
   )
 
 

@@ -121,7 +121,7 @@ class Submission(LinkMessage):
 
   Attributes:
     owner, name: unique among live generations.
-    prompt, priority, queue_deadline, deadline, cache_salt, tenant, adapter: as in Request.
+    prompt, priority, queue_deadline, deadline, cache_salt, tenant, adapter, speculation: as in Request.
     grammar: of all outputs; None for no constraint.
     reasoning: the limit of the reasoning before each answer, or None.
     outputs: the front end's id and the parameters of each output.
@@ -136,6 +136,7 @@ class Submission(LinkMessage):
   cache_salt: bytes
   tenant: str
   adapter: str
+  speculation: str
   grammar: str | None
   reasoning: ReasoningLimit | None
   outputs: Annotated[list[tuple[str, SamplingParams]], msgspec.Meta(min_length=1)]
@@ -152,7 +153,7 @@ class Submission(LinkMessage):
     first = requests[0]
     return cls(
       *(owner, name, tuple(first.prompt_token_ids), first.priority, first.queue_deadline, first.deadline),
-      *(first.cache_salt, first.tenant, first.adapter, grammar, reasoning),
+      *(first.cache_salt, first.tenant, first.adapter, first.speculation, grammar, reasoning),
       [(request.id, request.params) for request in requests],
     )
 
@@ -169,6 +170,7 @@ class Submission(LinkMessage):
         cache_salt=self.cache_salt,
         tenant=self.tenant,
         adapter=self.adapter,
+        speculation=self.speculation,
         leader_id=None if request_id == ids[0] else ids[0],
         constraint=constraint,
       )

@@ -48,6 +48,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
   "constraint.": (None, {"json_object": True}, {"regex": "[a-z ]{3,30}"}, {"choice": pb.Choices(values=["yes", "no"])}),
   "cache_salt": (None, "s"),
   "priority": (None, -5, 5),
+  "speculation": (None, "none"),
 }
 
 

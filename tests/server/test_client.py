@@ -50,6 +50,7 @@ def test_every_option_arrives(client):
     "model": "tiny",
     "priority": 2,
     "cache_salt": "s",
+    "speculation": "none",
     "tenant": "t",
     "queue_timeout_s": 9.5,
     "timeout_s": 30,

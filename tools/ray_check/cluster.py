@@ -5,6 +5,7 @@ Runs in the environment of `make setup-ray`. Nothing else in tools imports Ray.
 
 import contextlib
 import logging
+import os
 import pathlib
 import secrets
 import tempfile
@@ -43,6 +44,8 @@ class RayCluster:
 
   def __enter__(self) -> Self:
     with contextlib.ExitStack() as stack:
+      # Ray runs replicas at niceness 15; processes beside them would keep these from starting on two cores.
+      os.environ.setdefault("RAY_worker_niceness", "0")
       folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sray-", ignore_cleanup_errors=True))
       ray.init(
         num_cpus=2,

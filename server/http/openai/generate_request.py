@@ -171,6 +171,7 @@ def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], 
     tenant=tenant,
     cache_salt=fields.cache_salt,
     priority=fields.priority,
+    speculation=fields.speculation,
     sampling=pb.SamplingParams(
       temperature=fields.temperature,
       top_p=fields.top_p,

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.sampling_params import MAX_BIAS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RANGES
+from engine.settings import SPECULATION
 from server.generation.request_validation import MAX_N, MAX_STOP_BYTES, MAX_STOP_STRINGS, REQUEST_ID
 from server.text.chat_template import MAX_MESSAGES, ROLES
 from server.text.constraint_compiler import MAX_CHOICES
@@ -264,6 +265,10 @@ class SamplingFields(RequestFields, kw_only=True):
     Annotated[str, _shown(maxLength=128, description="Prefixes are shared with requests of the same one alone.")] | None
   ) = None
   priority: Annotated[Int32, Meta(description="Lower first.")] | None = None
+  speculation: (
+    Annotated[str, _shown(enum=list(SPECULATION), description="Which drafts; at most what --speculation allows.")]
+    | None
+  ) = None
   structured_outputs: StructuredOutputs | None = None
 
 

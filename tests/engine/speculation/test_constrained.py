@@ -10,6 +10,7 @@ import pytest
 from engine.batch import MAX_DRAFT_MASKS
 from engine.constraint import ConstrainedDraft
 from engine.engine import Engine
+from engine.errors import InvalidRequest
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -143,7 +144,7 @@ def test_tokens_and_finishes_are_those_without_drafts(speculation: str, overlap:
 
 
 def test_forced_tokens_are_drafts_of_auto_alone():
-  def num_drafts(speculation: str) -> int:
+  def num_drafts(speculation: str, wanted: str = "") -> int:
     config = dataclasses.replace(CONFIG, speculation=speculation, overlap=False)
     scheduler, runner, front = Scheduler(config), FakeRunner(config), Front()
     engine = Engine(scheduler, runner, VirtualClock(), front)
@@ -151,13 +152,16 @@ def test_forced_tokens_are_drafts_of_auto_alone():
     runner.launch = lambda batch: drafts.append(sum(batch.num_drafts)) or launch(batch)
     for number in range(4):
       params = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
-      engine.submit(Request(f"r{number}", [number], params, constraint=Drafting(50)))
+      engine.submit(Request(f"r{number}", [number], params, constraint=Drafting(50), speculation=wanted))
     while engine.num_live:
       engine.step()
     return sum(drafts)
 
-  assert num_drafts("auto") > 20
-  assert num_drafts("ngram") < 10
+  assert num_drafts("auto") == num_drafts("auto", "auto") > 20
+  assert num_drafts("ngram") == num_drafts("auto", "ngram") < 10
+  assert num_drafts("auto", "none") == 0
+  with pytest.raises(InvalidRequest, match="send one of none, ngram, or serve with another --speculation"):
+    num_drafts("ngram", "auto")
 
 
 @pytest.mark.parametrize("overlap", [True, False])

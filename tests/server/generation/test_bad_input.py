@@ -192,6 +192,7 @@ BAD_REQUESTS = {
   "long request id": ({"token_ids": IDS, "request_id": "a" * 129}, "request_id", "1 to 128 of A-Z"),
   "tenant": ({"token_ids": IDS, "tenant": "t" * 129}, "tenant", "129 bytes, the limit is 128"),
   "cache salt": ({"token_ids": IDS, "cache_salt": "s" * 129}, "cache_salt", "129 bytes, the limit is 128"),
+  "speculation": ({"token_ids": IDS, "speculation": "auto"}, "speculation", "='auto' .* send one of none, or serve"),
 }
 
 

@@ -241,7 +241,9 @@ def test_a_generation_comes_back_as_it_was():
     seed=-(2**63),
     logprobs=0,
   )
-  first = Request("1", (5, 2**31), params, priority=-3, queue_deadline=1.5, cache_salt=b"\0s", tenant="t")
+  first = Request(
+    "1", (5, 2**31), params, priority=-3, queue_deadline=1.5, cache_salt=b"\0s", tenant="t", speculation="none"
+  )
   second = dataclasses.replace(first, id="2", params=SamplingParams(seed=2**63 - 1), leader_id="1")
   limit = ReasoningLimit(5, "<think>", "</think>", (1, 2), (3,), (), is_open=True)
   asked = over_the_wire(Submission.of_requests("owner", "name", [first, second], "grammar", limit))
@@ -255,6 +257,7 @@ def test_a_generation_comes_back_as_it_was():
 @pytest.mark.parametrize(
   "name, value",
   [("prompt", "ab"), ("prompt", [True]), ("priority", 1.5), ("deadline", "x"), ("cache_salt", 3), ("tenant", 7)]
+  + [("speculation", None)]
   + [("grammar", 1), ("outputs", ()), ("outputs", [("1", {"top_k": 1.5})]), ("outputs", [("1", {"seed": "x"})])],
 )
 def test_a_generation_with_a_wrong_field_is_not_taken(name, value):

@@ -103,6 +103,7 @@ BAD_BODIES = {
   ),
   "request_id": (completion(request_id="a b"), "request_id", "1 to 128 of A-Z"),
   "cache_salt": (completion(cache_salt="s" * 129), "cache_salt", "129 bytes, the limit is 128"),
+  "speculation": (completion(speculation="ngram"), "speculation", "send one of none, or serve with another"),
   "model number": (completion(model=3), "model", "send a string"),
   # What is not built.
   "suffix": (completion(suffix="x"), "suffix", "no infilling"),
