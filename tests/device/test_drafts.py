@@ -72,9 +72,8 @@ def test_drafts_change_no_token_and_no_log_probability(model, kernels):
   assert runner.compiles_after_ready == 0
 
 
-@pytest.mark.parametrize(
-  "more", [{}, pytest.param({"deterministic": True, "prefill_chunk": 8}, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"deterministic": True, "prefill_chunk": 8}], ids=str)
 def test_one_and_two_devices_verify_drafts(tmp_path, more):
   """Packed weights and C++ kernels, which give the same bits with and without drafts."""
   folder = make_model(tmp_path / "model", "qwen2", vocab_size=250, intermediate_size=203)
