@@ -36,6 +36,20 @@ def read_shape(name: str) -> dict[str, Any]:
   return json.loads((SHAPES / name / "config.json").read_text("utf-8"))
 
 
+def find_bench_model(name: str) -> tuple[pathlib.Path, bool]:
+  """Returns the folder of a model to measure, and whether it has only a shape, so that its weights must be random.
+
+  Args: name: a folder of models/shapes, or demo.
+
+  Raises:
+    ConfigError: the name is unknown.
+  """
+  if name == "demo":
+    return SHAPES.parent / "demo", False
+  read_shape(name)
+  return SHAPES / name, True
+
+
 def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
   """Returns one float32 tensor, scaled so that activations keep their size over layers and no two logits nearly tie.
 

@@ -27,10 +27,8 @@ from engine.settings import UNBOUNDED_QUEUE
 from models.registry import config_from_hf
 from tools.arguments import CommandParser, positive_int
 from tools.make_random_adapter import write_plain_adapter
-from tools.make_random_model import read_shape
+from tools.make_random_model import find_bench_model
 
-_DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
-_SHAPES = _DEMO.parent / "shapes"
 _PROMPT_TOKENS = 16
 _WARM_STEPS = 4
 
@@ -129,11 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--steps", type=positive_int, default=20, help="steps of a turn")
   parser.add_argument("--turns", type=positive_int, default=20, help="turns of each kind, after one to warm up")
   args = parser.parse_args(argv)
-  is_random = args.shape != "demo"
   try:
-    if is_random:
-      read_shape(args.shape)
-    model = _SHAPES / args.shape if is_random else _DEMO
+    model, is_random = find_bench_model(args.shape)
     found = measure(model, args.rows, args.adapters, args.rank, args.steps, args.turns, is_random)
   except EngineError as error:
     return parser.failed(error)

@@ -26,10 +26,8 @@ from engine.sampling_params import SamplingParams
 from engine.settings import UNBOUNDED_QUEUE
 from engine.speculation.drafter import Draft
 from tools.arguments import CommandParser, positive_int
-from tools.make_random_model import read_shape
+from tools.make_random_model import find_bench_model
 
-_DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
-_SHAPES = _DEMO.parent / "shapes"
 _PROMPT_TOKENS = 16
 
 
@@ -149,11 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   if not 0 <= args.acceptance <= 1:
     parser.error(f"--acceptance={args.acceptance:g} is outside 0 to 1")
   chosen = {key: getattr(args, key) for key in ("shape", "rows", "acceptance", "drafts", "tokens", "overlap")}
-  is_random = args.shape != "demo"
   try:
-    if is_random:
-      read_shape(args.shape)
-    model = _SHAPES / args.shape if is_random else _DEMO
+    model, is_random = find_bench_model(args.shape)
     figures = args.rows, args.acceptance, args.drafts, args.tokens, args.turns, args.overlap
     found = measure(model, *figures, is_random)
   except EngineError as error:

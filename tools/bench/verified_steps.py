@@ -25,10 +25,8 @@ from engine.errors import EngineError
 from engine.sampling_params import SamplingParams
 from engine.settings import UNBOUNDED_QUEUE
 from tools.arguments import CommandParser, positive_int
-from tools.make_random_model import read_shape
+from tools.make_random_model import find_bench_model
 
-_DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
-_SHAPES = _DEMO.parent / "shapes"
 _BLOCK_SIZE = 16
 _TOKEN = 7  # every input and every draft
 _DEPTH = 2  # steps in flight
@@ -123,11 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   if args.most_drafts > MAX_DRAFTS:
     parser.error(f"--most_drafts={args.most_drafts} is above {MAX_DRAFTS}, the limit of a row")
-  is_random = args.shape != "demo"
   try:
-    if is_random:
-      read_shape(args.shape)
-    model = _SHAPES / args.shape if is_random else _DEMO
+    model, is_random = find_bench_model(args.shape)
     found = measure(model, args.rows, args.most_drafts, args.context, args.steps, args.turns, is_random)
   except EngineError as error:
     return parser.failed(error)
