@@ -55,7 +55,7 @@ _MAX_REASON_CHARS = 200
 # for each token takes 11 ms of the engine's thread, with this limit 0.4 ms.
 _MAX_FORCED_CHARS = 256
 # Whitespace between the tokens of JSON: enough to indent. Without a bound a model may write spaces until max_tokens.
-_WHITESPACE = r"[ \t\r]?|\r?\n[ \t]{0,32}"
+WHITESPACE = r"[ \t\r]?|\r?\n[ \t]{0,32}"
 # Limits of compiling and of one token (tens of milliseconds, once: then the request ends), in llguidance's own units.
 # The first also covers forced texts: (ab){100000} takes 218 ms and 76 MB with the default of 1,000,000, and 45 ms and
 # 25 MB with this one; known schemas need less than 100,000. The default of 250,000 lexer states has 1 to 2 kB each.
@@ -411,7 +411,7 @@ def _from_schema(schema: Any) -> str:
   try:
     return llguidance.LLMatcher.grammar_from_json_schema(
       text,
-      defaults={} if is_compact else {"whitespace_pattern": _WHITESPACE},
+      defaults={} if is_compact else {"whitespace_pattern": WHITESPACE},
       overrides={"lenient": False, "coerce_one_of": False},  # would ignore in silence
     )
   except ValueError:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import functools
 import re
 
-# Space between the parts of a header; more of it makes the header no header.
-SPACE = re.compile(r"[ \t\r\n]{0,16}")
+# Space between the parts of a header; more of it makes the header no header. A constrained output has up to 34
+# characters of it (constraint_compiler.WHITESPACE).
+SPACE = re.compile(r"[ \t\r\n]{0,64}")
 # A tool's name in a header, and the name of an argument.
 NAME = re.compile(r"(?P<name>[^\s\"'<>\[\](){}=,:｜|]{1,128})")
 KEY = re.compile(r"(?P<key>[^\n\"<>]{1,256})")

@@ -1,6 +1,7 @@
 """Calls in a model's text: each format, every way to split it, and what is no call comes out as it was."""
 
 import json
+import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ import pytest
 
 from server.http.model_output.call_formats import FORMATS, PARSERS, find_format, forced_format
 from server.http.model_output.output_parser import CallPiece, Calls, OutputParser, ReasoningPiece, TextPiece
+from server.text.constraint_compiler import WHITESPACE
 
 TOOLS = {
   "look": {"type": "object", "properties": {"at": {"type": "string"}, "near": {"$ref": "#/$defs/near"}},
@@ -168,6 +170,14 @@ def test_calls(name, text, wanted):
       json.loads(each[1])
 
 
+def test_calls_with_all_the_space_of_a_constrained_output():
+  """A model that samples at random wrote 18 characters of it, and its call came out as text."""
+  space = "\r\n" + 32 * " "
+  text = '[@{@"name"@:@"look"@,@"arguments"@:@{"at": "the cat"}@}@]'.replace("@", space)
+  assert re.fullmatch(WHITESPACE, space) and not re.fullmatch(WHITESPACE, space + " ")
+  assert pieces_of(ALL["forced"], text) == [LOOK]
+
+
 def test_every_format_is_tested():
   assert {name for name, *_ in CALLS} == set(ALL)
 
@@ -180,7 +190,7 @@ NO_CALLS = [
   ("hermes", '<tool_call>{"name": "look", "arguments": [1]}</tool_call>'),
   ("hermes", '<tool_call>{"name": "look", "arguments": "not json"}</tool_call>'),
   ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"a\\": NaN}"}</tool_call>'),
-  ("hermes", f"<tool_call>{' ' * 17}{said(LOOK)}</tool_call>"),
+  ("hermes", f"<tool_call>{' ' * 65}{said(LOOK)}</tool_call>"),
   ("llama3", f"first {said(LOOK)}"),
   ("llama3", "<|python_tag|>print(1)"),
   ("llama3", '{"name": "Mira", "age": 7}'),
