@@ -23,7 +23,7 @@ import bisect
 from collections.abc import Mapping
 
 from engine.admission import AdmissionControl
-from engine.batch import IN_FLIGHT, MAX_DRAFT_MASKS, PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
@@ -37,6 +37,7 @@ from engine.constraint import (
   Recorded,
   Verdicts,
 )
+from engine.draft_rows import DraftPlanner, StepSize
 from engine.policy import Policy, make_policy
 from engine.prefix_events import PrefixEventLog
 from engine.prefix_keys import PrefixKeys
@@ -44,29 +45,12 @@ from engine.prefix_loads import PrefixLoads
 from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
 from engine.shapes import StepShape
 from engine.speculation.drafter import Drafter
-from engine.speculation.speculation import PlannedStep, Speculation
+from engine.speculation.speculation import Speculation
 from engine.steady_decode import SteadyDecode
+from engine.step_plan import StepPlan
 from engine.waiting_queue import WaitingQueue, by_rank
 
 _EVICTED_SHARE = 8  # with a host pool, an eviction takes at most this part of a small pool
-
-
-class _Plan:
-  """A step during planning: the remaining budget, and the rows of several tokens."""
-
-  def __init__(self, tokens_left: int, logits_left: int):
-    self.tokens_left = tokens_left  # besides one token reserved for each running request
-    self.logits_left = logits_left  # besides one reserved for each running request
-    self.requests: list[Request] = []
-    self.counts: list[int] = []
-    self.admissions: list[Admission] = []
-    self.new_blocks: list[tuple[int, int, int]] = []
-    # Decodes with drafts, their input tokens, and for constrained ones the mask after each draft.
-    self.drafted: list[tuple[Request, tuple[int, ...], tuple[bytes, ...]]] = []
-
-  def add_row(self, request: Request, count: int) -> None:
-    self.requests.append(request)
-    self.counts.append(count)
 
 
 def _earliest_deadline(request: Request) -> float:
@@ -111,7 +95,7 @@ class Scheduler:
     self._num_constrained = 0  # live requests with a constraint
     self._constrained_step = -1  # the latest step in which a constrained request decoded
     self._speculation = None if config.speculation == "none" else Speculation(config)
-    self._drafted_step = -1  # the latest step with drafts
+    self._drafts = DraftPlanner(config)
     self._steady = SteadyDecode(config.block_size, self._batching.reserves, self._speculation is not None)
     self._ended: list[Request] = []  # requests finished since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier deadline
@@ -243,13 +227,15 @@ class Scheduler:
     may_join = bool(self._waiting and self._slots)
     # Steps that repeat cost the host less, so drafts must pay for leaving them.
     may_repeat = bool(self._steady.steps_left) and not may_join
-    has_drafts = self._speculation is not None and self._find_drafts(self._speculation, may_repeat)
+    has_drafts = self._speculation is not None and self._drafts.find_drafts(
+      self._speculation, self._num_steps, len(self._running), self._launched, self._constrained_step, may_repeat
+    )
     planned = None
     if not (may_join or has_drafts):
       planned = self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
     if planned is None:
       self._steady.stop_run()
-      was_drafted = self._drafted_step == self._num_steps - 1
+      was_drafted = self._drafts.drafted_step == self._num_steps - 1
       planned = self._plan_step(now)
       if planned is None:
         return None
@@ -264,28 +250,10 @@ class Scheduler:
     self._policy.charge_step(rows, batch.counts, batch.shape.tokens)
     return batch
 
-  def _find_drafts(self, speculation: Speculation, may_repeat: bool) -> bool:
-    """Returns whether a request has drafts that the next step could verify.
-
-    If the step could repeat the one before, it also returns False for drafts that do not pay.
-    """
-    # With overlap, drafts of all requests share a step, so that they wait together.
-    in_turn = self._drafted_step not in self._launched and self._constrained_step not in self._launched
-    if not in_turn or len(self._running) >= self.ladder.max_logits:
-      speculation.skip_drafts()
-      return False
-    if not speculation.find_drafts(self._num_steps):
-      return False
-    if not may_repeat:
-      return True
-    num_rows, ladder = len(self._running), self.ladder
-    most = min(ladder.max_tokens, ladder.max_logits) - num_rows
-    return speculation.may_pay(PlannedStep(num_rows, num_rows, 0, 0, most, 0), len(self._launched))
-
   def _plan_step(self, now: float) -> tuple[Batch, list[Request]] | None:
     """Plans a step and its rows from the requests: running ones continue, and waiting ones may join."""
     running, block_size = self._running, self.config.block_size
-    plan = _Plan(self.ladder.max_tokens - len(running), self.ladder.max_logits - len(running))
+    plan = StepPlan(self.ladder.max_tokens - len(running), self.ladder.max_logits - len(running))
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
@@ -343,72 +311,13 @@ class Scheduler:
       if may_admit:
         num_tokens += self._admit(plan, shape.tokens - num_tokens, now)
     if self._speculation is not None and self._speculation.has_drafts and decodes:
-      num_drafts = self._add_drafts(self._speculation, decodes, starts, plan, num_tokens, shape)
+      num_logits = len(decodes) + sum(map(self._num_logits, plan.requests, plan.counts))
+      size = StepSize(self._num_steps, len(running), num_tokens, num_logits, shape)
+      num_drafts = self._drafts.add_drafts(self._speculation, decodes, starts, plan, size, self.pool)
       if num_drafts:
         padded = num_tokens + num_drafts
         shape = self.ladder.fit(padded)
     return self._seal(decodes, starts, plan, shape, padded)
-
-  def _add_drafts(
-    self,
-    speculation: Speculation,
-    decodes: list[Request],
-    starts: list[int],
-    plan: _Plan,
-    num_tokens: int,
-    shape: StepShape,
-  ) -> int:
-    """Moves the decodes whose drafts pay from `decodes` and `starts` to plan.drafted; returns the number of drafts."""
-    block_size, pool, ladder = self.config.block_size, self.pool, self.ladder
-    # Each running request may need a block soon, as admissions assume.
-    blocks_left = max(0, pool.num_free - len(self._running))
-    num_logits = len(decodes) + sum(map(self._num_logits, plan.requests, plan.counts))
-    step = PlannedStep(
-      num_tokens=num_tokens,
-      num_decodes=len(decodes),
-      num_constrained=sum(request.constraint is not None for request in decodes) if self._num_constrained else 0,
-      num_others=len(plan.requests),
-      most_drafts=min(ladder.max_tokens - num_tokens, ladder.max_logits - num_logits),
-      num_padding=shape.tokens - num_tokens if self.config.computes_padding else 0,
-    )
-    if not speculation.knows_step(step):
-      return 0
-    candidates = []
-    for row, request in enumerate(decodes):
-      end = starts[row] + 1
-      spare = (len(request.block_table) + blocks_left) * block_size - end
-      candidate = speculation.make_candidate(row, request, min(request.max_computed_tokens - end, spare))
-      if candidate is not None:
-        candidates.append(candidate)
-    if not candidates:
-      return 0
-    counts = speculation.choose_counts(self._num_steps, step, candidates)
-    drafted, total, masks_left = set(), 0, MAX_DRAFT_MASKS
-    for candidate, count in zip(candidates, counts, strict=True):
-      request = decodes[candidate.row]
-      end = starts[candidate.row] + 1
-      spare = len(request.block_table) * block_size - end
-      if count > spare and blocks_left:
-        num_blocks = min(blocks_left, -(-(count - spare) // block_size))
-        self._extend_table(request, num_blocks, plan)
-        blocks_left -= num_blocks
-        spare += num_blocks * block_size
-      count = min(count, spare, masks_left if candidate.masks else count)
-      if count <= 0:
-        continue
-      known = (IN_FLIGHT,) if request.num_in_flight > 1 else request.known_tokens(end - 1, end)
-      plan.drafted.append((request, known + candidate.tokens[:count], candidate.masks[:count]))
-      masks_left -= len(candidate.masks[:count])
-      request.num_computed_tokens += count
-      request.num_drafts = count
-      speculation.start_row(request)
-      drafted.add(candidate.row)
-      total += count
-    if drafted:
-      rows = [row for row in range(len(decodes)) if row not in drafted]
-      decodes[:], starts[:] = [decodes[row] for row in rows], [starts[row] for row in rows]
-      self._drafted_step = self._num_steps
-    return total
 
   def _update_ranks(self, now: float) -> None:
     """Recomputes every rank with the policy; ties stay in the order of arrival."""
@@ -419,7 +328,7 @@ class Scheduler:
     self._waiting.sort()
 
   def _seal(
-    self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int
+    self, decodes: list[Request], starts: list[int], plan: StepPlan, shape: StepShape, padded: int
   ) -> tuple[Batch, list[Request]]:
     """Freezes the plan: decodes, then those with drafts, then other rows. Also returns the rows' requests."""
     columns = self._steady.columns_of(decodes)
@@ -477,15 +386,10 @@ class Scheduler:
       new_blocks=tuple(plan.new_blocks),
       masks=masks,
       padded_tokens=padded,
-      num_drafts=self._num_drafts_of_rows(columns.ones, plan) if plan.drafted else (),
+      num_drafts=plan.count_drafts(len(decodes)),
       repeats=was_alone and columns.alone,
     )
     return batch, rows
-
-  def _num_drafts_of_rows(self, ones: tuple[int, ...], plan: _Plan) -> tuple[int, ...]:
-    """Returns Batch.num_drafts."""
-    drafted = [len(tokens) - 1 for _, tokens, _ in plan.drafted]
-    return (0,) * len(ones) + tuple(drafted) + (0,) * len(plan.requests)
 
   def _allowed(self, request: Request, constraint: Constraint) -> bytes:
     """Returns the mask of a constraint. If that fails, the request ends when the step returns."""
@@ -495,7 +399,7 @@ class Scheduler:
       request.constraint = failed = FailedConstraint(self.config.vocab_size)
       return failed.allowed()
 
-  def _admit(self, plan: _Plan, limit: int, now: float) -> int:
+  def _admit(self, plan: StepPlan, limit: int, now: float) -> int:
     """Admits waiting requests in order while tokens (at most `limit`), slots and blocks last; returns tokens taken.
 
     Strictly in order: no request overtakes one that does not fit, or a long prompt would starve. It skips only siblings
@@ -619,7 +523,7 @@ class Scheduler:
     loads.begin_load(request.id, keys[: len(hits) + num_kept], hits)
     return True
 
-  def _grow(self, plan: _Plan, slack: int) -> int:
+  def _grow(self, plan: StepPlan, slack: int) -> int:
     """Grows planned rows by up to `slack` prompt tokens, without preemption; returns the tokens added."""
     block_size, pool = self.config.block_size, self.pool
     left = slack
@@ -638,7 +542,7 @@ class Scheduler:
         plan.counts[row] = count
     return slack - left
 
-  def _cover(self, request: Request, count: int, plan: _Plan) -> int:
+  def _cover(self, request: Request, count: int, plan: StepPlan) -> int:
     """Extends the block table for `count` more tokens and returns how many fit.
 
     It takes free blocks. Only if not even one token fits does it end a load of prefix blocks, and then preempt, last in
@@ -655,15 +559,8 @@ class Scheduler:
       self._preempt(victim)
       if victim is request:
         return 0
-    self._extend_table(request, min(-(-(count - room) // block_size), pool.num_free), plan)
+    plan.extend_table(request, min(-(-(count - room) // block_size), pool.num_free), pool)
     return min(count, len(table) * block_size - request.num_computed_tokens)
-
-  def _extend_table(self, request: Request, num_blocks: int, plan: _Plan) -> None:
-    """Appends free blocks to a request's table."""
-    table = request.block_table
-    for block in self.pool.allocate_blocks(num_blocks):
-      plan.new_blocks.append((request.slot, len(table), block))
-      table.append(block)
 
   def _preempt(self, victim: Request) -> None:
     """Releases slot and blocks of a victim, which keeps its place in the order and recomputes its KV later."""

@@ -19,8 +19,9 @@ from engine.config import EngineConfig
 from engine.constraint import ConstraintFailed
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, _Plan
+from engine.scheduler import Scheduler
 from engine.steady_decode import SteadyDecode
+from engine.step_plan import StepPlan
 from tests.engine.world import World, random_config
 from tests.fakes import oracle
 from tools import replay
@@ -34,7 +35,7 @@ def with_guesses(scheduler: Scheduler, batch: Batch, guesses: dict[int, tuple[in
   scheduler.settle_counts()
   scheduler._steady = SteadyDecode(scheduler.config.block_size, scheduler._batching.reserves)
   rows = scheduler._launched[batch.step]
-  plan = _Plan(0, 0)
+  plan = StepPlan(0, 0)
   counts, num_logits, token_ids = list(batch.counts), list(batch.num_logits), list(batch.token_ids)
   for row, tokens in guesses.items():
     request, start = rows[row], batch.starts[row]

@@ -85,8 +85,8 @@ BUGS = (
   Bug(
     "no token is set aside for decodes",
     "scheduler",
-    "_Plan(self.ladder.max_tokens - len(running),",
-    "_Plan(self.ladder.max_tokens,",
+    "StepPlan(self.ladder.max_tokens - len(running),",
+    "StepPlan(self.ladder.max_tokens,",
   ),
   Bug("the chunk is not limited", "scheduler", "          chunk_left -= count\n", ""),
   Bug("growth goes past the edge of the rung", "scheduler", "        left -= count - plan.counts[row]\n", ""),
@@ -275,6 +275,8 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     "waiting_queue",
     "validation",
     "steady_decode",
+    "step_plan",
+    "draft_rows",
     "scheduler",
   ):
     source = (ENGINE / f"{name}.py").read_text()
@@ -293,6 +295,8 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     ("scheduler", "policy", "make_policy"),
     ("scheduler", "policy", "Policy"),
     ("scheduler", "steady_decode", "SteadyDecode"),
+    ("scheduler", "step_plan", "StepPlan"),
+    ("scheduler", "draft_rows", "DraftPlanner"),
     ("scheduler", "admission", "AdmissionControl"),
     ("scheduler", "prefix_keys", "PrefixKeys"),
     ("scheduler", "waiting_queue", "WaitingQueue"),

@@ -11,14 +11,14 @@ from tests.engine.test_seeded_bugs import Bug, seeded
 WORLDS = 60  # most worlds that a bug may survive before it counts as missed
 
 BUGS = (
-  Bug("drafts go past the longest output", "scheduler", "min(request.max_computed_tokens - end, spare)", "spare"),
+  Bug("drafts go past the longest output", "draft_rows", "min(request.max_computed_tokens - end, spare)", "spare"),
   Bug(
     "a request has a row beside its drafts",
     "scheduler",
     "        if request.num_drafts:\n          continue",
     "        if False:\n          continue",
   ),
-  Bug("a token in flight is taken for known", "scheduler", "if request.num_in_flight > 1 else", "if False else"),
+  Bug("a token in flight is taken for known", "draft_rows", "if request.num_in_flight > 1 else", "if False else"),
   Bug(
     "one rejected draft stays",
     "scheduler",
@@ -46,18 +46,20 @@ BUGS = (
   ),
   Bug(
     "drafts are counted at other rows",
-    "scheduler",
-    "(0,) * len(ones) + tuple(drafted) + (0,) * len(plan.requests)",
-    "tuple(drafted) + (0,) * len(ones) + (0,) * len(plan.requests)",
+    "step_plan",
+    "(0,) * num_plain + tuple(drafts) +",
+    "tuple(drafts) + (0,) * num_plain +",
   ),
   Bug("drafts have no logit rows", "scheduler", "more_logits.append(len(tokens))", "more_logits.append(1)"),
   Bug(
     "drafts exceed the logit rows",
-    "scheduler",
-    "min(ladder.max_tokens - num_tokens, ladder.max_logits - num_logits)",
-    "ladder.max_tokens - num_tokens",
+    "draft_rows",
+    "min(ladder.max_tokens - size.num_tokens, ladder.max_logits - size.num_logits)",
+    "ladder.max_tokens - size.num_tokens",
   ),
-  Bug("drafts take blocks that are not there", "scheduler", "num_blocks = min(blocks_left, -(-(", "num_blocks = (-(-("),
+  Bug(
+    "drafts take blocks that are not there", "draft_rows", "num_blocks = min(blocks_left, -(-(", "num_blocks = (-(-("
+  ),
   Bug("drafts in flight are never over", "scheduler", "        request.num_drafts = 0\n", "        pass\n"),
   Bug(
     "a step after drafts repeats", "scheduler", "columns.alone, not more_requests", "columns.alone, not plan.requests"
@@ -83,7 +85,7 @@ OF_CONSTRAINTS = (
     "*later.get(request.id, ())",
     "*later.get(request.id, ())[::-1]",
   ),
-  Bug("a step has too many masks", "scheduler", "masks_left if candidate.masks else count", "count"),
+  Bug("a step has too many masks", "draft_rows", "masks_left if candidate.masks else count", "count"),
   Bug(
     "a constraint judges a row for each mask",
     "scheduler",
