@@ -4,11 +4,15 @@ A turn plans and launches a step, then commits an earlier one, as Engine.step do
 nobody can join, turns differ only in the attention's length, so a run of them is one event with times in closed form.
 An arrival shortens the run. Everything between replicas is tools.plan_fleet.counted_fleet's. Imports no jax.
 
-Simplifications against tools.simulate: a step takes its mean time, prompts are shared by the keys of the trace, and
+Where the cost table has the spread of equal steps, single steps take its quantiles in turn, so a percentile of times is
+that of the spread; a run of steps takes their mean, and its gaps have the spread.
+
+Simplifications against tools.simulate: step times are not random, prompts are shared by the keys of the trace, and
 blocks of outputs are never shared. A preempted request is the latest arrival.
 """
 
 from collections import deque
+from collections.abc import Sequence
 import heapq
 import math
 from typing import NamedTuple, Protocol
@@ -21,6 +25,8 @@ from tools.plan_fleet.gap_counts import GapCounts
 from tools.simulate.step_costs import After, AttentionWork, Launch, StepCosts, Warmth
 
 NEVER = math.inf
+_GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
+_GAP_PARTS = 32  # parts of a run whose gaps take a factor each
 _COLD_STEPS = (1, 2, 4, 8, 16, 32)  # the cold time of a step changes after so many warm ones
 
 
@@ -98,8 +104,28 @@ class EndingSink(Protocol):
     ...
 
 
+class SpreadFactors:
+  """Equally likely factors of a time, taken in turn so that any number of successive ones has nearly their spread."""
+
+  def __init__(self, values: Sequence[float]):
+    """Args: values: one at least."""
+    self.mean = math.fsum(values) / len(values)
+    self._values, self._share = sorted(values), 0.5
+
+  @property
+  def is_spread(self) -> bool:
+    """Whether the factors differ."""
+    return self._values[0] != self._values[-1]
+
+  def take_next(self) -> float:
+    """Returns the next factor. Multiples of the golden ratio, modulo 1, lie evenly, however many there are."""
+    factor = self._values[int(self._share * len(self._values))]
+    self._share = (self._share + _GOLDEN_RATIO) % 1.0
+    return factor
+
+
 class StepTimes:
-  """A cost table for one engine's settings: mean times by step size, looked up by index."""
+  """A cost table for one engine's settings: times by step size, looked up by index."""
 
   def __init__(self, costs: StepCosts, config: EngineConfig):
     """Raises ConfigError if the ladder exceeds the table."""
@@ -109,20 +135,16 @@ class StepTimes:
     charged = [costs.rung(costs.charged(self.shape[tokens], tokens)) for tokens in range(1, ladder.max_tokens + 1)]
     self.linear_s = [0.0, *charged]
     self.ideal_s = [0.0, *(costs.rung(tokens) for tokens in range(1, ladder.max_tokens + 1))]
-    self._factors: dict[tuple[int, After], float] = {}
+    self._factors: dict[tuple[int, After], SpreadFactors] = {}
     self.has_cold = any(costs.cold_s)
-    self.launch_factor = {kind: _mean(costs.launch_factors(kind)) for kind in Launch}
+    self.launch_factors = {kind: SpreadFactors(costs.launch_factors(kind)) for kind in Launch}
 
-  def factor(self, tokens: int, after: After) -> float:
-    """Returns the mean of measured over modeled time of a step."""
+  def factors(self, tokens: int, after: After) -> SpreadFactors:
+    """Returns measured over modeled times of a step."""
     found = self._factors.get((tokens, after))
     if found is None:
-      found = self._factors[tokens, after] = _mean(self.costs.factors(tokens, after))
+      found = self._factors[tokens, after] = SpreadFactors(self.costs.factors(tokens, after))
     return found
-
-
-def _mean(values: tuple[float, ...]) -> float:
-  return math.fsum(values) / len(values)
 
 
 class _Run(NamedTuple):
@@ -136,6 +158,7 @@ class _Run(NamedTuple):
   launch_s: float
   commit_s: float
   is_host_bound: bool
+  factors: SpreadFactors  # of the device's seconds, which are means
 
 
 class CountedReplica:
@@ -322,13 +345,15 @@ class CountedReplica:
     launch_kind = Launch.of(False, since, after)
     if launch_kind is not Launch.DECODES and times.costs.launch_spread:
       turns = 1
-    factor = times.factor(times.shape[rows], after)
+    factors = times.factors(times.shape[rows], after)
     if after is not After.ALIKE and times.costs.spread:
       turns = 1
+    factor = factors.mean
     attention_s = costs.decode_row_s * rows + costs.decode_key_s * self._keys_read
     device_s = (times.linear_s[rows] + attention_s + costs.cold(since)) * factor
     slope_s = costs.decode_key_s * rows * factor
-    launch_s = costs.launch_seconds(rows, 0, 0) * times.launch_factor[launch_kind]
+    launch_factors = times.launch_factors[launch_kind]
+    launch_s = costs.launch_seconds(rows, 0, 0) * launch_factors.mean
     commit_s = costs.commit_seconds(rows)
     before = self._device_free_s
     is_host_bound = False
@@ -343,10 +368,12 @@ class CountedReplica:
       else:
         turns = 1
     if turns > 1:
-      self._run = run = _Run(turns, now, before, device_s, slope_s, launch_s, commit_s, is_host_bound)
+      self._run = run = _Run(turns, now, before, device_s, slope_s, launch_s, commit_s, is_host_bound, factors)
       self._warmth.skip_decodes(turns - 1)
       self.next_s = self._turn_time(run, turns)
       return
+    device_s *= factors.take_next() / factor
+    launch_s *= launch_factors.take_next() / launch_factors.mean
     self._take_steps(1, device_s, 0.0)
     ends = self._take_ended()
     self._finish_turn(now, (_CountedStep(rows, rows, (), ends), launch_s, device_s))
@@ -416,10 +443,23 @@ class CountedReplica:
       first_s = self._turn_time(run, 1)
       gaps.add(first_s - self._last_emit_s, rows)
       if turns > 2:
-        second_s = self._turn_time(run, 2)
-        slope_s = 0.0 if self._overlap and run.is_host_bound else run.slope_s
-        gaps.add_run(second_s - first_s, slope_s, turns - 2, rows)
+        self._add_run_gaps(run, self._turn_time(run, 2) - first_s, turns - 2, rows)
       self._last_emit_s = self._turn_time(run, turns - 1)
+
+  def _add_run_gaps(self, run: _Run, first_s: float, turns: int, rows: int) -> None:
+    """Counts the gaps of `rows` rows in a run's turns but the first; `first_s` is the first of these, with mean times."""
+    if self._overlap and run.is_host_bound:
+      self._gaps.add_run(first_s, 0.0, turns, rows)
+    elif not run.factors.is_spread:
+      self._gaps.add_run(first_s, run.slope_s, turns, rows)
+    else:
+      host_s = first_s - run.first_s
+      parts = min(turns, _GAP_PARTS)
+      for part in range(parts):
+        begin, end = turns * part // parts, turns * (part + 1) // parts
+        share = run.factors.take_next() / run.factors.mean
+        device_s = run.first_s + run.slope_s * begin
+        self._gaps.add_run(host_s + device_s * share, run.slope_s * share, end - begin, rows)
 
   def _take_steps(self, turns: int, first_s: float, slope_s: float) -> None:
     """Counts steps of all decoding rows, and takes their blocks."""
@@ -542,12 +582,12 @@ class CountedReplica:
     shape = times.shape[used]
     has_prompt = prefill_tokens > 0
     since, after = self._warmth.step(now, shape, has_prompt)
-    factor = times.factor(shape, after)
+    factor = times.factors(shape, after).take_next()
     extra_s = costs.attention(work) + costs.cold(since)
     device_s = (times.linear_s[used] + extra_s) * factor
     num_rows = decodes + len(rows)
     launch_s = costs.launch_seconds(num_rows, prefill_tokens, admissions)
-    launch_s *= times.launch_factor[Launch.of(has_prompt, since, after)]
+    launch_s *= times.launch_factors[Launch.of(has_prompt, since, after)].take_next()
     self.busy_s += device_s
     self.ideal_s += (times.ideal_s[used] + extra_s) * factor
     self.num_steps += 1

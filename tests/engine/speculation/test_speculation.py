@@ -3,6 +3,7 @@
 Times are counted, not measured: a step takes what a function of its tokens says.
 """
 
+from collections import Counter
 from collections.abc import Callable
 import dataclasses
 import json
@@ -337,3 +338,24 @@ def test_drafts_that_do_not_pay_leave_steps_that_repeat(overlap: bool):
   drafted = Script(config, texts, square).run()
   counts = [sum(batch.repeats for batch in script.batches) for script in (plain, drafted)]
   assert counts[1] > 0.8 * counts[0] > 100, counts
+
+
+def soak_drafts(num_ops: int, first: int = 0) -> Counter:
+  """Random operations in worlds with drafts, each drained at its end, which finds every leak; returns totals."""
+  totals, seed = Counter(), first
+  while totals["operations"] < num_ops:
+    world = GuessingWorld(seed)
+    world.live(1000)
+    totals["operations"] += world.num_ops
+    totals["preemptions"] += world.scheduler.num_preemptions
+    totals["accepted drafts"] += world.num_accepted
+    totals["rejected drafts"] += world.num_drafts - world.num_accepted
+    seed += 1
+  return totals
+
+
+@pytest.mark.long
+def test_a_million_operations_with_rejected_drafts_leak_nothing():
+  totals = soak_drafts(1_000_000)
+  print(dict(totals))
+  assert min(totals["preemptions"], totals["rejected drafts"], totals["accepted drafts"]) > 10_000

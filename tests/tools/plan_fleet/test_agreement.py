@@ -9,6 +9,7 @@ from tests.tools.plan_fleet.conftest import FAST, columns, config, load, session
 from tools.plan_fleet import check_agreement
 from tools.plan_fleet.check_agreement import compare_simulators
 from tools.plan_fleet.counted_fleet import FleetPlan
+from tools.simulate.step_costs import After, Launch
 
 # Of the exact figure; for the cached share, of 1. A bin of gaps is 0.5 % wide, and their tail is sparse.
 SAME = {
@@ -45,6 +46,19 @@ def test_a_host_slower_than_its_device_agrees():
 def test_cold_steps_agree():
   costs = dataclasses.replace(FAST, cold_s=(2e-3, 1e-3, 5e-4, 3e-4, 2e-4, 1e-4))
   check(compare_simulators(config(), costs, FleetPlan(), load(150, 20.0)), SAME)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_of_random_time_agree_in_percentiles(overlap: bool):
+  """Most equal steps take less than their mean, and one in ten several times it, as on a machine that others share."""
+  factors = (0.8,) * 7 + (0.9,) * 2 + (3.0,)
+  costs = dataclasses.replace(
+    FAST,
+    spread={after: ((8, factors), (128, factors)) for after in After},
+    launch_spread={kind: factors for kind in Launch},
+  )
+  found = compare_simulators(config(overlap=overlap), costs, FleetPlan(), load(600, 20.0))
+  check(found, {"ttft_p50_ms": 0.05, "ttft_p99_ms": 0.2, "itl_p50_ms": 0.05, "itl_p99_ms": 0.1, "output_tok_s": 0.01})
 
 
 def test_a_full_pool_agrees():
