@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
   "a pool for two requests": {"overlap": "false", "num_blocks": 18},
   "a pool for two requests with overlap": {"overlap": "true", "num_blocks": 18},
   "chunks of 5 tokens": {"overlap": "false", "prefill_chunk": 5},
-  "chunks of 16 tokens, short ladder": {"overlap": "true", "prefill_chunk": 16, "token_budgets": (32,), "max_num_seqs": 32},
+  "chunks of 16 tokens, one rung": {"overlap": "true", "prefill_chunk": 16, "token_budgets": (32,), "max_num_seqs": 32},
   "one draft a row": {"overlap": "false", "num_speculative_tokens": 1},
   "deterministic": {"overlap": "false", "deterministic": True},
 }

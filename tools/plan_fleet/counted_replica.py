@@ -4,8 +4,8 @@ A turn plans and launches a step, then commits an earlier one, as Engine.step do
 nobody can join, turns differ only in the attention's length, so a run of them is one event with times in closed form.
 An arrival shortens the run. Everything between replicas is tools.plan_fleet.counted_fleet's. Imports no jax.
 
-Where the cost table has the spread of equal steps, single steps take its quantiles in turn, so a percentile of times is
-that of the spread; a run of steps takes their mean, and its gaps have the spread.
+If the cost table has the spread of equal steps, single steps take its quantiles in turn, so percentiles of times are
+those of the spread. A run of steps takes their mean, and its gaps have the spread.
 
 Simplifications against tools.simulate: step times are not random, prompts are shared by the keys of the trace, and
 blocks of outputs are never shared. A preempted request is the latest arrival.
@@ -447,7 +447,7 @@ class CountedReplica:
       self._last_emit_s = self._turn_time(run, turns - 1)
 
   def _add_run_gaps(self, run: _Run, first_s: float, turns: int, rows: int) -> None:
-    """Counts the gaps of `rows` rows in a run's turns but the first; `first_s` is the first of these, with mean times."""
+    """Counts the gaps of `rows` rows in turns of a run; `first_s` is the first of them, with mean times."""
     if self._overlap and run.is_host_bound:
       self._gaps.add_run(first_s, 0.0, turns, rows)
     elif not run.factors.is_spread:

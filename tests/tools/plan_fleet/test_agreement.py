@@ -54,8 +54,8 @@ def test_steps_of_random_time_agree_in_percentiles(overlap: bool):
   factors = (0.8,) * 7 + (0.9,) * 2 + (3.0,)
   costs = dataclasses.replace(
     FAST,
-    spread={after: ((8, factors), (128, factors)) for after in After},
-    launch_spread={kind: factors for kind in Launch},
+    spread=dict.fromkeys(After, ((8, factors), (128, factors))),
+    launch_spread=dict.fromkeys(Launch, factors),
   )
   found = compare_simulators(config(overlap=overlap), costs, FleetPlan(), load(600, 20.0))
   check(found, {"ttft_p50_ms": 0.05, "ttft_p99_ms": 0.2, "itl_p50_ms": 0.05, "itl_p99_ms": 0.1, "output_tok_s": 0.01})
