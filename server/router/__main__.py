@@ -25,6 +25,7 @@ from server.lifecycle import systemd_notify
 from server.router.replicas.prefill_servers import PrefillServers
 from server.router.replicas.replica_pool import ReplicaPool
 from server.router.replicas.replica_probes import ReplicaProbes
+from server.router.replicas.replica_tls import ReplicaTls
 from server.router.router_app import OwnPagesApp, RouterApp
 from server.router.router_metrics import RouterMetrics
 from server.router.router_settings import RouterSettings, parse_router_flags
@@ -60,8 +61,12 @@ class RouterProgram:
       settings.prefill_ca_file,
       settings.probe_period_s,
       settings.probe_timeout_s,
+      (settings.client_cert_file, settings.client_key_file),
     )
-    pool = ReplicaPool(settings.replicas, make_policy(settings))
+    tls = None
+    if settings.has_tls_replica:
+      tls = ReplicaTls(settings.replica_ca_file, settings.client_cert_file, settings.client_key_file)
+    pool = ReplicaPool(settings.replicas, make_policy(settings), tls)
     metrics = RouterMetrics(pool, self._prefill)
     self._access_log = AccessLog(settings.access_log)
     self._probes = ReplicaProbes(pool, settings, metrics.count_probe)

@@ -448,10 +448,10 @@ class RouterApp:
       self._metrics.requests.labels(replica.name, outcome).inc()
 
   async def _send_request_head(self, exchange: ReplicaExchange, replica: RoutedReplica, request: RoutedRequest) -> None:
-    if replica.address is None:
+    if replica.place is None:
       raise ReplicaUnreachable("its name has no address")
-    await exchange.connect(replica.family, replica.address, self._settings.connect_timeout_s)
-    headers = [(b"host", replica.name.encode()), *request.headers]
+    await exchange.connect(replica.place, self._settings.connect_timeout_s)
+    headers = [(b"host", replica.authority.encode()), *request.headers]
     if request.prefill is not None:
       headers.append((PREFILL_HEADER.encode(), request.prefill.name.encode()))
     if request.body is None:

@@ -23,8 +23,23 @@ class RouterSettings:
   """The settings of the router. Times are in seconds."""
 
   replicas: tuple[str, ...] = setting(
-    (), "HOST:PORT of the replicas' HTTP ports, separated by commas.", group=_REPLICAS, common=True
+    (),
+    "HOST:PORT of the replicas' HTTP ports, separated by commas; https://HOST:PORT for replicas with TLS.",
+    group=_REPLICAS,
+    common=True,
   )
+  replica_ca_file: str = setting(
+    "",
+    "PEM certificate authorities of the replicas with https://; empty: those of the system. The router reads its "
+    "files again when they change.",
+    group=_REPLICAS,
+  )
+  client_cert_file: str = setting(
+    "",
+    "PEM certificate of the router, for replicas with https:// and prefill servers that have --tls_client_ca_file.",
+    group=_REPLICAS,
+  )
+  client_key_file: str = setting("", "PEM key of --client_cert_file.", group=_REPLICAS)
   policy: str = setting(
     "prefix_aware",
     "How to choose a replica. prefix_aware: one that has seen the beginning of the prompt, unless it is much busier. "
@@ -95,7 +110,11 @@ class RouterSettings:
     common=True,
   )
   connect_timeout_s: float = setting(
-    1.0, "Longest wait for a connection to a replica.", group=_REPLICAS, unit="s", at_least=0.01
+    1.0,
+    "Longest wait for a connection to a replica, without TLS's handshake.",
+    group=_REPLICAS,
+    unit="s",
+    at_least=0.01,
   )
   probe_api_key_file: str = setting(
     "",
@@ -194,8 +213,9 @@ class RouterSettings:
       raise ConfigError("replicas is empty; set --replicas=HOST:PORT,HOST:PORT")
     if len(self.replicas) > _MOST_REPLICAS:
       raise ConfigError(f"replicas has {len(self.replicas)} entries, the limit is {_MOST_REPLICAS}; list fewer")
-    _check_addresses("replicas", self.replicas)
-    _check_addresses("prefill_servers", self.prefill_servers)
+    _check_addresses("replicas", [split_scheme(replica)[1] for replica in self.replicas], self.replicas)
+    _check_addresses("prefill_servers", self.prefill_servers, self.prefill_servers)
+    self._check_client_files()
     if self.prefill_ca_file and not self.prefill_servers:
       raise ConfigError(
         f"prefill_ca_file={self.prefill_ca_file:.200} needs --prefill_servers; set them, or leave it out"
@@ -210,6 +230,33 @@ class RouterSettings:
         "--replica_timeout_s, or lower --probe_timeout_s"
       )
 
+  @property
+  def has_tls_replica(self) -> bool:
+    """Whether a replica has https://."""
+    return any(split_scheme(replica)[0] == "https" for replica in self.replicas)
+
+  def _check_client_files(self) -> None:
+    if self.replica_ca_file and not self.has_tls_replica:
+      raise ConfigError(
+        f"replica_ca_file={self.replica_ca_file:.200} needs a replica with TLS; write --replicas=https://HOST:PORT, or "
+        "leave it out"
+      )
+    if bool(self.client_cert_file) != bool(self.client_key_file):
+      raise ConfigError(
+        f"client_cert_file={self.client_cert_file!r:.200} and client_key_file={self.client_key_file!r:.200} need each "
+        "other; set both, or none"
+      )
+    if self.client_cert_file and not (self.has_tls_replica or self.prefill_ca_file):
+      raise ConfigError(
+        f"client_cert_file={self.client_cert_file:.200} needs a replica with https://, or --prefill_ca_file; set one, "
+        "or leave it out"
+      )
+
+
+def split_scheme(replica: str) -> tuple[str, str]:
+  """Returns "https" or "http", and the rest, of https://HOST:PORT or HOST:PORT; checks nothing."""
+  return ("https", replica[8:]) if replica.startswith("https://") else ("http", replica)
+
 
 def split_replica_address(address: str) -> tuple[str, int]:
   """Returns host and port of HOST:PORT, an IPv6 address without its brackets. Raises ValueError."""
@@ -219,13 +266,14 @@ def split_replica_address(address: str) -> tuple[str, int]:
   return match[1].strip("[]"), int(match[2])
 
 
-def _check_addresses(name: str, addresses: Sequence[str]) -> None:
-  for address in addresses:
+def _check_addresses(name: str, addresses: Sequence[str], written: Sequence[str]) -> None:
+  """Raises ConfigError for a bad address, or one that is there twice; `written` has them as the operator wrote them."""
+  for address, text in zip(addresses, written, strict=True):
     try:
       split_replica_address(address)
     except ValueError:
       raise ConfigError(
-        f"{name}={address!r:.80} is not HOST:PORT; write for example --{name}=10.0.0.7:8000,10.0.0.8:8000"
+        f"{name}={text!r:.80} is not HOST:PORT; write for example --{name}=10.0.0.7:8000,10.0.0.8:8000"
       ) from None
   if len(set(addresses)) < len(addresses):
     twice = next(address for address in addresses if addresses.count(address) > 1)

@@ -50,14 +50,14 @@ class Certificates:
     Raises:
       ConfigError: a file cannot be used.
     """
-    seen = self._signature()
+    seen = self._stamp()
     initial = self._load(_new_context())
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
       """Returns the new certificates, or None if they have not changed. Runs on gRPC's threads."""
       nonlocal seen
       self.num_handshakes += counts  # gRPC calls on one thread at a time
-      signature = self._signature()
+      signature = self._stamp()
       if signature == seen:
         return None
       seen = signature
@@ -77,7 +77,7 @@ class Certificates:
 
   def context(self) -> ssl.SSLContext:
     """Returns a context for asyncio; `renew` keeps it current."""
-    self._context_seen = self._signature()
+    self._context_seen = self._stamp()
     context = _new_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -88,7 +88,7 @@ class Certificates:
 
   def renew(self, context: ssl.SSLContext) -> None:
     """Loads changed files that match, before a handshake. Can only add authorities of clients."""
-    signature = self._signature()
+    signature = self._stamp()
     if signature == self._context_seen:
       return
     self._context_seen = signature
@@ -98,36 +98,15 @@ class Certificates:
     except ConfigError as error:
       _log.error("the certificate of the HTTP side stays as it was: %s", error)
 
-  def _signature(self) -> tuple[tuple[int, ...] | None, ...]:
-    """Returns a value that changes when the file is written or replaced."""
-    return tuple(_file_signature(path) for path in (self._cert_file, self._key_file, self._client_ca_file) if path)
+  def _stamp(self) -> tuple[tuple[int, ...] | None, ...]:
+    return stamp_files(self._cert_file, self._key_file, self._client_ca_file)
 
   def _load(self, context: ssl.SSLContext) -> grpc.ServerCertificateConfiguration:
     """Reads and checks the files, since gRPC would accept any content and then fail each handshake."""
-    certificate = _read_pem("tls_cert_file", self._cert_file)
-    key = _read_pem("tls_key_file", self._key_file)
-    mode = stat.S_IMODE(os.stat(self._key_file).st_mode)
-    if mode & 0o007:
-      raise ConfigError(
-        f"tls_key_file={self._key_file} has mode {mode:04o}, which opens it to every user of this machine; chmod 600 "
-        f"{self._key_file}"
-      )
-    try:
-      context.load_cert_chain(self._cert_file, self._key_file, password=_no_passphrase)
-    except (ssl.SSLError, OSError, ValueError) as error:
-      raise ConfigError(
-        f"tls_cert_file={self._cert_file} and tls_key_file={self._key_file} cannot be used together "
-        f"({_reason(error)}); give a PEM certificate and its own PEM key, without a passphrase"
-      ) from None
+    certificate, key = load_key_pair(context, "tls", self._cert_file, self._key_file)
     authorities = None
     if self._client_ca_file is not None:
-      authorities = _read_pem("tls_client_ca_file", self._client_ca_file)
-      try:
-        context.load_verify_locations(self._client_ca_file)
-      except (ssl.SSLError, OSError) as error:
-        raise ConfigError(
-          f"tls_client_ca_file={self._client_ca_file} cannot be used ({_reason(error)}); give PEM certificates"
-        ) from None
+      authorities = load_authorities(context, "tls_client_ca_file", self._client_ca_file)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
 
 
@@ -147,6 +126,52 @@ def make_certificates(cert_file: str, key_file: str, client_ca_file: str) -> Cer
   return Certificates(cert_file, key_file, client_ca_file)
 
 
+def load_key_pair(
+  context: ssl.SSLContext, prefix: str, cert_file: pathlib.Path, key_file: pathlib.Path
+) -> tuple[bytes, bytes]:
+  """Loads a certificate and its key into a context; returns both.
+
+  Args:
+    context: of a server or a client.
+    prefix: of the flags' names, for errors: `tls` of tls_cert_file and tls_key_file.
+    cert_file, key_file: PEM.
+
+  Raises:
+    ConfigError: a file cannot be read, every user can read the key, or they are no pair.
+  """
+  certificate = _read_pem(f"{prefix}_cert_file", cert_file)
+  key = _read_pem(f"{prefix}_key_file", key_file)
+  mode = stat.S_IMODE(os.stat(key_file).st_mode)
+  if mode & 0o007:
+    raise ConfigError(
+      f"{prefix}_key_file={key_file} has mode {mode:04o}, which opens it to every user of this machine; chmod 600 "
+      f"{key_file}"
+    )
+  try:
+    context.load_cert_chain(cert_file, key_file, password=_no_passphrase)
+  except (ssl.SSLError, OSError, ValueError) as error:
+    raise ConfigError(
+      f"{prefix}_cert_file={cert_file} and {prefix}_key_file={key_file} cannot be used together "
+      f"({_reason(error)}); give a PEM certificate and its own PEM key, without a passphrase"
+    ) from None
+  return certificate, key
+
+
+def load_authorities(context: ssl.SSLContext, flag: str, path: pathlib.Path) -> bytes:
+  """Loads authorities that verify the peer's certificate into a context; returns them. Raises ConfigError."""
+  authorities = _read_pem(flag, path)
+  try:
+    context.load_verify_locations(path)
+  except (ssl.SSLError, OSError) as error:
+    raise ConfigError(f"{flag}={path} cannot be used ({_reason(error)}); give PEM certificates") from None
+  return authorities
+
+
+def stamp_files(*paths: pathlib.Path | None) -> tuple[tuple[int, ...] | None, ...]:
+  """Returns a value that changes when one of the files is written or replaced."""
+  return tuple(_stamp_file(path) for path in paths if path)
+
+
 def _read_pem(flag: str, path: pathlib.Path) -> bytes:
   try:
     return path.read_bytes()
@@ -154,7 +179,7 @@ def _read_pem(flag: str, path: pathlib.Path) -> bytes:
     raise ConfigError(f"{flag}={path} cannot be read: {error.strerror}") from None
 
 
-def _file_signature(path: pathlib.Path) -> tuple[int, ...] | None:
+def _stamp_file(path: pathlib.Path) -> tuple[int, ...] | None:
   try:
     status = os.stat(path)
   except OSError:

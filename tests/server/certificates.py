@@ -28,14 +28,18 @@ class Authority:
     self.file = folder / f"{name}.pem"
     self.file.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
-  def issue(self, name: str, days: tuple[int, int] = (-1, 10)) -> tuple[pathlib.Path, pathlib.Path]:
+  def issue(
+    self, name: str, days: tuple[int, int] = (-1, 10), host: str = "localhost"
+  ) -> tuple[pathlib.Path, pathlib.Path]:
     """Certificate and key files, `name`.pem and `name`.key, valid from and until these days from now.
+
+    They are for `host`, and for 127.0.0.1 unless that is another name than localhost.
 
     Files of the same name are replaced by renaming, as a careful operator would.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    certificate = self._sign(subject, key, is_ca=False, days=days)
+    certificate = self._sign(subject, key, is_ca=False, days=days, host=host)
     cert_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
     replace(cert_file, certificate.public_bytes(serialization.Encoding.PEM))
     replace(
@@ -44,7 +48,7 @@ class Authority:
     )
     return cert_file, key_file
 
-  def _sign(self, subject, key, *, is_ca: bool, days: tuple[int, int]) -> x509.Certificate:
+  def _sign(self, subject, key, *, is_ca: bool, days: tuple[int, int], host: str = "") -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     builder = (
       x509.CertificateBuilder()
@@ -57,7 +61,9 @@ class Authority:
       .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
     )
     if not is_ca:
-      names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+      names: list[x509.GeneralName] = [x509.DNSName(host)]
+      if host == "localhost":
+        names.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
       builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return builder.sign(self._key, hashes.SHA256())
 

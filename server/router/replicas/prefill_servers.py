@@ -45,15 +45,24 @@ class PrefillServer:
 class PrefillServers:
   """All prefill servers, and their checks."""
 
-  def __init__(self, names: Sequence[str], policy: RoutingPolicy, ca_file: str, period_s: float, timeout_s: float):
+  def __init__(
+    self,
+    names: Sequence[str],
+    policy: RoutingPolicy,
+    ca_file: str,
+    period_s: float,
+    timeout_s: float,
+    own_files: tuple[str, str] = ("", ""),
+  ):
     """Args:
     names: HOST:PORT of each.
     policy: chooses among them; another object than that of the replicas.
     ca_file: PEM authorities of their certificates; empty: plain text.
     period_s, timeout_s: of the checks.
+    own_files: PEM certificate and key of the router, for servers that require one; empty for none.
 
     Raises:
-      ConfigError: the file cannot be read.
+      ConfigError: a file cannot be read.
     """
     self.servers = [PrefillServer(name) for name in names]
     self._policy = policy
@@ -61,9 +70,15 @@ class PrefillServers:
     self._credentials: grpc.ChannelCredentials | None = None
     if ca_file:
       try:
-        self._credentials = grpc.ssl_channel_credentials(pathlib.Path(ca_file).read_bytes())
+        authorities, certificate, key = (
+          pathlib.Path(file).read_bytes() if file else None for file in (ca_file, *own_files)
+        )
       except OSError as error:
-        raise ConfigError(f"prefill_ca_file={ca_file}: {error.strerror}; name a file of PEM certificates") from None
+        raise ConfigError(
+          f"{error.filename} cannot be read: {error.strerror}; check --prefill_ca_file, --client_cert_file and "
+          "--client_key_file"
+        ) from None
+      self._credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
     self._tasks: list[asyncio.Task] = []
 
   def start_checks(self) -> None:

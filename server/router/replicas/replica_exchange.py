@@ -8,9 +8,13 @@ when a write fails.
 import asyncio
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import socket
+import ssl
 
 import h11
+
+from server.router.replicas.replica_tls import ReplicaTls, TlsSession
 
 _READ_BYTES = 64 << 10
 _MAX_HEAD_BYTES = 64 << 10
@@ -28,6 +32,22 @@ class UnsendableRequest(ValueError):
   """The request's head is not HTTP that may be sent."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+  """Where a replica is.
+
+  Attributes:
+    family, address: the resolved address, as `socket` takes them.
+    host: the name or address that its certificate must be for.
+    tls: None for plain HTTP.
+  """
+
+  family: int
+  address: tuple
+  host: str
+  tls: ReplicaTls | None = None
+
+
 class ReplicaExchange:
   """The client's side of one HTTP/1.1 request. Close it in any case.
 
@@ -38,29 +58,52 @@ class ReplicaExchange:
   def __init__(self) -> None:
     self._loop = asyncio.get_running_loop()
     self._socket: socket.socket | None = None
+    self._tls: TlsSession | None = None
     self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
     self.has_ended = False
 
-  async def connect(self, family: int, address: tuple, timeout_s: float) -> None:
-    """Opens the connection.
+  async def connect(self, place: ReplicaPlace, timeout_s: float) -> None:
+    """Opens the connection, with TLS where the place has it.
+
+    A handshake takes processor time of a replica that may be busy. Like a request's answer, it ends with `break_off`.
 
     Args:
-      family, address: of a resolved address, as `socket` takes them.
-      timeout_s: longest wait.
+      place: the replica's.
+      timeout_s: longest wait, without TLS's handshake.
 
     Raises:
       ReplicaUnreachable: there is no connection.
     """
-    self._socket = connection = socket.socket(family, socket.SOCK_STREAM)
+    self._socket = connection = socket.socket(place.family, socket.SOCK_STREAM)
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
       async with asyncio.timeout(timeout_s):
-        await self._loop.sock_connect(connection, address)
+        await self._loop.sock_connect(connection, place.address)
     except TimeoutError:
       raise ReplicaUnreachable(f"no connection within {timeout_s:g} s") from None
     except OSError as error:
       raise ReplicaUnreachable(error.strerror or "no connection") from None
+    if place.tls is not None:
+      await self._shake_hands(connection, place.tls.open_session(place.host))
+
+  async def _shake_hands(self, connection: socket.socket, session: TlsSession) -> None:
+    received = None
+    try:
+      while self._tls is None:
+        data, is_over = session.continue_handshake(received)
+        if data:
+          await self._loop.sock_sendall(connection, data)
+        if is_over:
+          self._tls = session
+        else:
+          received = await self._loop.sock_recv(connection, _READ_BYTES)
+    except OSError as error:
+      if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        raise ReplicaUnreachable(session.explain_error(error)) from None
+      raise ReplicaUnreachable(
+        "it ended the connection within the handshake; if it has no TLS, list it without https://"
+      ) from None
 
   async def send_head(self, method: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Sends the request line and the headers, which say how long the body is. Raises ReplicaBroken.
@@ -86,8 +129,12 @@ class ReplicaExchange:
     assert self._socket is not None
     try:
       if data := self._http.send(event):
+        if self._tls is not None:
+          data = self._tls.encrypt(data)
         await self._loop.sock_sendall(self._socket, data)
-    except (OSError, h11.LocalProtocolError) as error:
+    except OSError as error:
+      raise ReplicaBroken(self._explain_loss(error, f"the request could not be sent: {error}")) from None
+    except h11.LocalProtocolError as error:
       raise ReplicaBroken(f"the request could not be sent: {error}") from None
 
   async def read_head(self) -> h11.Response:
@@ -127,9 +174,25 @@ class ReplicaExchange:
   async def _receive(self) -> None:
     assert self._socket is not None
     try:
-      self._http.receive_data(await self._loop.sock_recv(self._socket, _READ_BYTES))
+      data = await self._loop.sock_recv(self._socket, _READ_BYTES)
+      if self._tls is not None:
+        data = self._tls.decrypt(data)
+        if not data and not self._tls.has_ended:
+          return  # a part of a record
+      self._http.receive_data(data)
     except OSError as error:
-      raise ReplicaBroken(f"the connection ended: {error.strerror}") from None
+      raise ReplicaBroken(self._explain_loss(error, f"the connection ended: {error.strerror}")) from None
+
+  def _explain_loss(self, error: OSError, text: str) -> str:
+    """Returns why the connection was lost: `text`, or what TLS says."""
+    if self._tls is None or self._socket is None:
+      return text
+    if not isinstance(error, ssl.SSLError):
+      try:
+        self._tls.decrypt(self._socket.recv(_READ_BYTES))  # the alert that came before the end
+      except OSError as alert:
+        error = alert
+    return self._tls.explain_error(error)
 
   def break_off(self) -> None:
     """Ends the connection under a running read or write, which then raises ReplicaBroken."""
@@ -145,12 +208,12 @@ class ReplicaExchange:
 
 
 async def fetch_page(
-  family: int, address: tuple, path: str, headers: Sequence[tuple[bytes, bytes]], timeout_s: float, max_bytes: int
+  place: ReplicaPlace, path: str, headers: Sequence[tuple[bytes, bytes]], timeout_s: float, max_bytes: int
 ) -> tuple[int, bytes]:
   """Returns status and body of a GET.
 
   Args:
-    family, address: as for `connect`.
+    place: the replica's.
     path: path and query.
     headers: with the host.
     timeout_s: longest wait for all of it.
@@ -162,7 +225,7 @@ async def fetch_page(
   exchange = ReplicaExchange()
   try:
     async with asyncio.timeout(timeout_s):
-      await exchange.connect(family, address, timeout_s)
+      await exchange.connect(place, timeout_s)
       await exchange.send_head(b"GET", path.encode(), headers)
       await exchange.end_request()
       head, body = await exchange.read_head(), b""

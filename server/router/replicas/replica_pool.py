@@ -3,29 +3,36 @@
 from collections.abc import Hashable, Iterable, Sequence
 
 from engine.routing import RoutingPolicy
-from server.router.replicas.replica_exchange import ReplicaExchange
-from server.router.router_settings import split_replica_address
+from server.router.replicas.replica_exchange import ReplicaExchange, ReplicaPlace
+from server.router.replicas.replica_tls import ReplicaTls
+from server.router.router_settings import split_replica_address, split_scheme
 
 
 class RoutedReplica:
   """One replica.
 
   Attributes:
-    name: HOST:PORT as the operator wrote it.
+    name: HOST:PORT or https://HOST:PORT, as the operator wrote it.
     host, port: its parts.
-    family, address: the resolved address; None until a probe has resolved it.
+    authority: HOST:PORT, for the Host header.
+    tls: None for plain HTTP.
+    place: with the resolved address; None until a probe has resolved it.
     is_ready: whether the replica is in the rotation: its latest check succeeded.
     trouble: why it is not; "" if it is.
+    has_answered: whether it has ever answered a check.
     num_running, num_waiting, kv_usage_ratio: as the replica last reported them; None: it did not.
   """
 
-  def __init__(self, name: str):
+  def __init__(self, name: str, tls: ReplicaTls | None = None):
+    """`tls` is for a name with https://."""
     self.name = name
-    self.host, self.port = split_replica_address(name)
-    self.family = 0
-    self.address: tuple | None = None
+    scheme, self.authority = split_scheme(name)
+    self.host, self.port = split_replica_address(self.authority)
+    self.tls = tls if scheme == "https" else None
+    self.place: ReplicaPlace | None = None
     self.is_ready = False
     self.trouble = "no check has ended yet"
+    self.has_answered = False
     self.num_running: int | None = None
     self.num_waiting: int | None = None
     self.kv_usage_ratio: float | None = None
@@ -81,8 +88,9 @@ class ReplicaPool:
     policy: chooses.
   """
 
-  def __init__(self, names: Sequence[str], policy: RoutingPolicy):
-    self.replicas = [RoutedReplica(name) for name in names]
+  def __init__(self, names: Sequence[str], policy: RoutingPolicy, tls: ReplicaTls | None = None):
+    """`tls` is for names with https://, and must be there if one has it."""
+    self.replicas = [RoutedReplica(name, tls) for name in names]
     self.policy = policy
     self._by_name = {replica.name: replica for replica in self.replicas}
 

@@ -9,7 +9,7 @@ import socket
 import time
 
 from engine.errors import ConfigError
-from server.router.replicas.replica_exchange import ReplicaBroken, ReplicaUnreachable, fetch_page
+from server.router.replicas.replica_exchange import ReplicaBroken, ReplicaPlace, ReplicaUnreachable, fetch_page
 from server.router.replicas.replica_pool import ReplicaPool, RoutedReplica
 from server.router.router_settings import RouterSettings
 
@@ -93,50 +93,49 @@ class ReplicaProbes:
   async def _check_replica(self, replica: RoutedReplica) -> bool:
     """Checks once. Returns whether the replica answered, ready or not."""
     timeout_s = self._settings.probe_timeout_s
-    headers = [(b"host", replica.name.encode()), (b"accept", b"*/*")]
+    headers = [(b"host", replica.authority.encode()), (b"accept", b"*/*")]
     try:
-      await self._resolve(replica)
-      assert replica.address is not None
-      status, _ = await fetch_page(replica.family, replica.address, "/ready", headers, timeout_s, _MAX_READY_BYTES)
+      place = await self._resolve(replica)
+      status, _ = await fetch_page(place, "/ready", headers, timeout_s, _MAX_READY_BYTES)
     except ReplicaUnreachable as error:
       self._leave(replica, str(error))
       self._pool.policy.forget(replica.name)  # a process that has ended has lost its cache
       return False
     except ReplicaBroken as error:
-      self._leave(replica, str(error))
+      hint = "" if replica.has_answered or replica.tls else f"; if it has TLS, list it as https://{replica.name}"
+      self._leave(replica, f"{error}{hint}")
       return False
+    replica.has_answered = True
     if status != 200:
       self._leave(replica, f"/ready returned {status}")
       return True
-    await self._read_load(replica, headers)
+    await self._read_load(replica, place, headers)
     if not replica.is_ready:
       replica.is_ready, replica.trouble = True, ""
       _log.info("%s takes requests", replica.name)
     return True
 
-  async def _read_load(self, replica: RoutedReplica, headers: list[tuple[bytes, bytes]]) -> None:
-    assert replica.address is not None
+  async def _read_load(self, replica: RoutedReplica, place: ReplicaPlace, headers: list[tuple[bytes, bytes]]) -> None:
     if self._key:
       headers = [*headers, (b"authorization", f"Bearer {self._key}".encode())]
     num_sent = replica.num_in_flight
     try:
-      status, page = await fetch_page(
-        replica.family, replica.address, "/metrics", headers, self._settings.probe_timeout_s, _MAX_METRICS_BYTES
-      )
+      status, page = await fetch_page(place, "/metrics", headers, self._settings.probe_timeout_s, _MAX_METRICS_BYTES)
     except ConnectionError:
       return  # the next check of /ready decides
     found = read_gauges(page) if status == 200 else {}
     replica.note_report(found.get(_RUNNING), found.get(_WAITING), found.get(_KV), num_sent=num_sent)
 
-  async def _resolve(self, replica: RoutedReplica) -> None:
+  async def _resolve(self, replica: RoutedReplica) -> ReplicaPlace:
     """Looks the address up each time, since a replica that was replaced may have another. Raises ReplicaUnreachable."""
     try:
       async with asyncio.timeout(self._settings.probe_timeout_s):
         found = await asyncio.get_running_loop().getaddrinfo(replica.host, replica.port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError):
       raise ReplicaUnreachable("the name has no address") from None
-    replica.family, address = found[0][0], found[0][4]
-    replica.address = address
+    family, _, _, _, address = found[0]
+    replica.place = ReplicaPlace(family, address, replica.host, replica.tls)
+    return replica.place
 
   def _leave(self, replica: RoutedReplica, trouble: str) -> None:
     if replica.note_trouble(trouble):

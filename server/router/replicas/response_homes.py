@@ -60,10 +60,10 @@ class ResponseHomes:
     return home
 
   async def _has_response(self, replica: RoutedReplica, path: str, headers: list[tuple[bytes, bytes]]) -> bool:
-    assert replica.address is not None, "it is ready"
-    host = (b"host", replica.name.encode())
+    assert replica.place is not None, "it is ready"
+    host = (b"host", replica.authority.encode())
     try:
-      status, _ = await fetch_page(replica.family, replica.address, path, [host, *headers], self._timeout_s, 0)
+      status, _ = await fetch_page(replica.place, path, [host, *headers], self._timeout_s, 0)
     except ConnectionError:
       return False
     return status == 200

@@ -5,6 +5,7 @@ import contextlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import json
 import socket
+import ssl
 import struct
 import threading
 
@@ -24,6 +25,7 @@ class ReplicaStub:
     gone: set when a client has closed its connection within a stream.
     stored: ids of stored responses.
     load: its gauges, as /metrics reports them.
+    tls: for https://; None for plain HTTP.
   """
 
   def __init__(self):
@@ -38,6 +40,7 @@ class ReplicaStub:
     self.load = (0, 0)
     self.status = 200
     self.events = EVENTS
+    self.tls: ssl.SSLContext | None = None
     self._server: ThreadingHTTPServer | None = None
     self._port = 0
 
@@ -50,6 +53,8 @@ class ReplicaStub:
 
     self._server = _Server(("127.0.0.1", self._port), Handler)
     self._port = self._server.server_address[1]
+    if self.tls is not None:  # the handshake runs on the connection's own thread, with its first read
+      self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
   def stop(self) -> None:
@@ -61,7 +66,7 @@ class ReplicaStub:
 
   @property
   def name(self) -> str:
-    return f"127.0.0.1:{self._port}"
+    return f"{'' if self.tls is None else 'https://'}127.0.0.1:{self._port}"
 
 
 class _Server(ThreadingHTTPServer):

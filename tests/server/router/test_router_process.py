@@ -29,6 +29,10 @@ CHAT = "/v1/chat/completions"
     (["--replicas=a:0"], "'a:0' is not HOST:PORT"),
     (["--replicas=http://a:80"], "is not HOST:PORT"),
     (["--replicas=a:1,b:2,a:1"], "a:1 twice"),
+    (["--replicas=a:1,https://a:1"], "a:1 twice"),
+    (["--replica_ca_file=ca.pem"], "replica_ca_file=ca.pem needs a replica with TLS; write --replicas=https://"),
+    (["--client_key_file=k.pem"], "need each other"),
+    (["--client_cert_file=c.pem", "--client_key_file=k.pem"], "needs a replica with https://, or --prefill_ca_file"),
     (["--policy=best"], "policy='best' must be one of round_robin, least_loaded, prefix_aware"),
     (["--max_retries=-1"], "max_retries=-1 must be at least 0"),
     (["--probe_period_s=nan"], "finite number"),
@@ -50,6 +54,7 @@ def test_bad_flags_are_one_line(flags, words):
   ("flags", "words"),
   [
     (["--tls_cert_file=/nowhere"], "--tls_key_file"),
+    (["--replicas=https://a:1", "--replica_ca_file=/nowhere"], "replica_ca_file=/nowhere cannot be read: No such file"),
     (["--probe_api_key_file=/nowhere"], "probe_api_key_file=/nowhere: No such file"),
     (["--access_log=/nowhere/log"], "access_log=/nowhere/log cannot be opened"),
     (["--port={taken}"], "choose another --port"),
