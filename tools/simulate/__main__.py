@@ -15,6 +15,10 @@ times of the demo model on a CPU. They arrive at --load times what the engine ca
 policies differ. --rate sets the arrival rate itself, --rate_scale keeps the trace's own times, and --requests replays
 a request file unchanged. The simulated queue has no limit and no timeout unless a flag sets one.
 
+With --draft_acceptance, requests have drafts (speculative decoding): the engine's own code chooses how many pay by the
+simulated step times, and each is accepted with that chance. --draft_trace measures it, and how often requests have
+drafts, from a server's step trace.
+
 --report=DIR writes a run file for each policy, plots, and one page (tools.report). --json prints the figures as one
 JSON line instead of the table, with several policies under "runs". --output=FILE writes the same JSON. --find_replicas
 finds the smallest number of replicas (or, with --prefill_replicas and --decode_replicas, of such groups) at which the
@@ -38,6 +42,7 @@ from tools import workload
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.measure import ROOT, write_result
 from tools.report.latency import Objectives
+from tools.simulate.draft_chances import DraftChances, measure_chances
 from tools.simulate.events import Collector, Fleet, Simulation
 from tools.simulate.policy_runs import (
   check_policies,
@@ -64,8 +69,7 @@ _UNLIMITED = {  # by default: a limit would truncate a policy's queue
   "request_timeout_s": 0.0,
 }
 _OF_LADDER = {"token_budgets": (), "prefill_chunk": 0}  # by default, as in engine.shapes
-# A simulated device has no tokens to compare drafts with.
-_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding", "speculation", "num_speculative_tokens")
+_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding", "speculation")
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
@@ -100,8 +104,8 @@ def add_engine_arguments(parser: CommandParser) -> None:
   parser.add_argument("--kv_cache_mb", type=int, default=0, help="as the server's flag, instead of --num_blocks")
 
 
-def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
-  """Returns the settings from the flags and the cost table. Raises ConfigError."""
+def engine_config(args: Any, costs: StepCosts, has_drafts: bool = False) -> EngineConfig:
+  """Returns the settings from the flags and the cost table, for requests with or without drafts. Raises ConfigError."""
   values = {
     field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in _NOT_FLAGS
   }
@@ -134,7 +138,28 @@ def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
     all_rungs=True,
   )
   values |= {name: getattr(ladder, name) for name in _OF_LADDER}
-  return EngineConfig(vocab_size=VOCAB_SIZE, computes_padding=not costs.by_tokens, **values)
+  speculation = "ngram" if has_drafts else "none"
+  return EngineConfig(vocab_size=VOCAB_SIZE, computes_padding=not costs.by_tokens, speculation=speculation, **values)
+
+
+def add_draft_arguments(parser: CommandParser) -> None:
+  """Adds the flags of speculative decoding."""
+  parser.add_argument("--draft_acceptance", type=float, help="chance that a draft is accepted; without it, no drafts")
+  parser.add_argument("--draft_share", type=float, help="chance that a decode has drafts (default: 1)")
+  parser.add_argument("--draft_trace", default="", help="step trace of a server with drafts, to measure both from")
+
+
+def drafts_from(args: Any) -> DraftChances | None:
+  """Returns what drafters find in the requests, from the flags; None: nothing. Raises ConfigError."""
+  if args.draft_trace:
+    if args.draft_acceptance is not None or args.draft_share is not None:
+      raise ConfigError("--draft_trace measures both chances; leave out --draft_acceptance and --draft_share")
+    return measure_chances(args.draft_trace)
+  if args.draft_acceptance is None:
+    if args.draft_share is not None:
+      raise ConfigError(f"draft_share={args.draft_share:g} needs --draft_acceptance")
+    return None
+  return DraftChances(args.draft_acceptance, 1.0 if args.draft_share is None else args.draft_share)
 
 
 def expand_flagfile(argv: Sequence[str]) -> list[str]:
@@ -339,7 +364,8 @@ def fleet_from(args: Any) -> Fleet:
   if args.batching == "disaggregated" and not prefill and not decode:
     prefill = decode = args.replicas
   latency_s = args.transfer_latency_ms / 1e3
-  return Fleet(args.replicas, args.router, prefill, decode, args.transfer_gb_s * 1e9, latency_s, args.step_seed)
+  drafts = drafts_from(args)
+  return Fleet(args.replicas, args.router, prefill, decode, args.transfer_gb_s * 1e9, latency_s, args.step_seed, drafts)
 
 
 def policy_names(text: str) -> tuple[str, ...]:
@@ -359,6 +385,7 @@ def make_parser() -> CommandParser:
   )
   add_request_arguments(parser)
   add_engine_arguments(parser)
+  add_draft_arguments(parser)
   add_fleet_arguments(parser)
   parser.set_defaults(rate=None, prompt_len=None, output_len=None, **_SENDERS)
   parser.add_argument("--slo_ttft_ms", type=positive_float, help="goodput: time to first token (default: 1000)")
@@ -443,7 +470,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settle_arguments(args)
     costs = StepCosts.load(args.costs)
     args.policy = args.policies[0]
-    config, fleet = engine_config(args, costs), fleet_from(args)
+    fleet = fleet_from(args)
+    config = engine_config(args, costs, fleet.drafts is not None)
     limits_ms = (args.slo_ttft_ms or math.inf, args.slo_tpot_ms or math.inf)
     objectives = Objectives(*(limit / 1e3 for limit in limits_ms))
     arrivals, about = load_requests(args, config, costs, fleet)

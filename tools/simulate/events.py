@@ -27,6 +27,7 @@ from engine.request import FinishReason, TokenEvent
 from engine.validation import validate_request
 from tools.report.latency import Objectives, Outcome, percentile
 from tools.report.senders import SenderTally
+from tools.simulate.draft_chances import DraftChances
 from tools.simulate.replica import Arrival, Replica, SimulatedRouter
 from tools.simulate.step_costs import StepCosts
 
@@ -84,7 +85,7 @@ class Collector:
     if error is None and len(times) != arrival.output_len:
       error = "WRONG_LENGTH"
     if self.keep:
-      chunks, tokens = tuple((time, 1) for time in times), (0,) * len(times)
+      chunks, tokens = tuple(Counter(times).items()), (0,) * len(times)  # tokens of one time came in one event
       sent = arrival.arrival_s
       sender = arrival.tenant, arrival.priority
       self.outcomes.append(Outcome(arrival.id, arrival.output_len, sent, sent, chunks, tokens, error, *sender))
@@ -137,7 +138,7 @@ class Collector:
       **_spread("ttft", self._ttfts),
       **_spread("ttft_from_send", self._ttfts),
       **_spread_counted("itl", gaps),
-      **_spread_counted("chunk_gap", gaps),
+      **_spread_counted("chunk_gap", [entry for entry in gaps if entry[0] > 0]),
       **_spread("tpot", self._tpots),
       **_spread("e2e", self._e2es),
       **_spread("stall", self._stalls),
@@ -203,6 +204,7 @@ class Fleet:
     prefill_replicas, decode_replicas: the numbers of engines for one phase each; both or neither.
     transfer_bytes_s, transfer_latency_s: bandwidth and latency of KV transfers to a decode replica.
     step_seed: the seed of the random step times.
+    drafts: what drafters find in the requests; None: nothing.
   """
 
   replicas: int = 1
@@ -212,6 +214,7 @@ class Fleet:
   transfer_bytes_s: float = 50e9
   transfer_latency_s: float = 0.0
   step_seed: int = 0
+  drafts: DraftChances | None = None
 
   def __post_init__(self):
     check_replica_counts(self.replicas, self.prefill_replicas, self.decode_replicas)
@@ -245,7 +248,9 @@ class Simulation:
       raise ConfigError("the cost table has no kv_bytes_per_token, which transfers of KV need; measure again")
     self.config, self.costs, self.fleet, self.collector = config, costs, fleet, collector
     count = fleet.prefill_replicas + fleet.decode_replicas if fleet.is_split else fleet.replicas
-    self.replicas = [Replica(index, config, costs, self._take_events, fleet.step_seed) for index in range(count)]
+    self.replicas = [
+      Replica(index, config, costs, self._take_events, fleet.step_seed, fleet.drafts) for index in range(count)
+    ]
     self._front = self.replicas[: fleet.prefill_replicas] if fleet.is_split else self.replicas
     self._decoders = self.replicas[fleet.prefill_replicas :] if fleet.is_split else []
     self._router, self._decode_router = SimulatedRouter(fleet.router), SimulatedRouter(fleet.router)
@@ -313,9 +318,9 @@ class Simulation:
     for event in events:
       track = tracks[event.request_id]
       if event.token_ids:
-        times = track.times
-        times.append(now)
-        if len(times) == 1:
+        is_first = not track.times
+        track.times += [now] * len(event.token_ids)
+        if is_first:
           self.collector.first_token(track)
       if event.finish_reason is not None:
         heapq.heappush(self._endings, (now, replica.index))
@@ -371,6 +376,8 @@ class Simulation:
       "skipped_tokens": skipped,
       **{name: totals[name] for name in ("steps", "decode_tokens", "prefill_tokens", "preemptions")},
       "prefix_hit_tokens": totals["cached_tokens"],
+      "draft_tokens": sum(stat.drafts.tokens for stat in stats),
+      "accepted_draft_tokens": sum(stat.drafts.accepted for stat in stats),
       "batching": self.config.batching,
       "steps_by_rung": dict(sorted(rungs.items())),
       "replicas": len(self.replicas),

@@ -4,10 +4,12 @@ A replica is an Engine with a clock that moves only when the replica charges wor
 dispatch at a launch, device time when the engine reads values, and the commit before events go out. Step times are
 samples from the table's spread; the run's seed and the replica's index make a run repeatable. As in a server, the
 engine plans and launches a step before the previous one's values arrive. Sampled tokens are zeros; requests end by
-their length. tools.simulate.events simulates everything between replicas. Imports no jax, knows no flag.
+their length. Drafts come from chances (tools.simulate.draft_chances); the attention of their rows takes the time of
+prompt rows as long. tools.simulate.events simulates everything between replicas. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence
+import itertools
 import random
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from engine.request import Request, TokenEvent
 from engine.routing import make_routing_policy
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from tools.simulate.draft_chances import ChanceDrafter, DraftChances, count_accepted
 from tools.simulate.step_costs import Launch, StepCosts, Warmth, work_of
 
 _TICK_S = 1e-6  # least sleep of a replica that waits for a time
@@ -95,11 +98,13 @@ class SimulatedRunner:
     rows = len(batch.slots)
     work = work_of(batch.starts, batch.counts)
     attention = costs.attention(work)
-    tokens, has_prompt = batch.shape.tokens, work.prefill_tokens > 0
+    drafted = sum(batch.num_drafts) + len(batch.num_drafts) - batch.num_drafts.count(0)  # tokens of rows with drafts
+    prompt_tokens = work.prefill_tokens - drafted
+    tokens, has_prompt = batch.shape.tokens, prompt_tokens > 0
     since, after = self._warmth.step(clock.now, tokens, has_prompt)
     factor = self._draw(costs.factors(tokens, after))
     launch_factor = self._draw(costs.launch_factors(Launch.of(has_prompt, since, after)))
-    clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
+    clock.now += costs.launch_seconds(rows, prompt_tokens, len(batch.admissions)) * launch_factor
     cold = costs.cold(since)
     used = work.decode_rows + work.prefill_tokens
     charged = costs.charged(tokens, batch.computed_tokens)
@@ -110,16 +115,26 @@ class SimulatedRunner:
     self.ideal_s += (costs.rung(used) + attention + cold) * factor
     if self.watch is not None:
       self.watch(batch, seconds)
-    return _Step(self, self._free_at, rows)
+    accepted = ()
+    if drafted:
+      pairs = zip(batch.token_ids, batch.num_drafts, strict=True)
+      accepted = tuple([count_accepted(tokens[-count:]) if count else 0 for tokens, count in pairs])
+    return _Step(self, self._free_at, rows, accepted)
 
   def _draw(self, factors: Sequence[float]) -> float:
     return factors[int(self._random() * len(factors))]
 
-  def wait(self, until: float, rows: int) -> StepResult:
-    """Returns the values of a step that ends at `until`; settle() charges the commit."""
+  def wait(self, until: float, rows: int, accepted: tuple[int, ...]) -> StepResult:
+    """Returns the values of a step that ends at `until`; settle() charges the commit.
+
+    Args: accepted: accepted drafts of each row; () without drafts.
+    """
     clock = self._clock
     clock.now = max(clock.now, until)
     self._owed += self._costs.commit_seconds(rows)
+    if accepted:
+      row_ends = tuple(itertools.accumulate(count + 1 for count in accepted))
+      return StepResult((0,) * row_ends[-1], row_ends=row_ends)
     result = self._results.get(rows)
     if result is None:
       result = self._results[rows] = StepResult((0,) * rows)
@@ -137,18 +152,28 @@ class _Step(NamedTuple):
   runner: SimulatedRunner
   ends_at: float
   rows: int
+  accepted: tuple[int, ...]
 
   def result(self) -> StepResult:
-    return self.runner.wait(self.ends_at, self.rows)
+    return self.runner.wait(self.ends_at, self.rows, self.accepted)
 
 
 class Replica:
   """One engine and its clock. `received` and `ended` inform its router."""
 
-  def __init__(self, index: int, config: EngineConfig, costs: StepCosts, emit: Callable[..., None], step_seed: int = 0):
+  def __init__(
+    self,
+    index: int,
+    config: EngineConfig,
+    costs: StepCosts,
+    emit: Callable[..., None],
+    step_seed: int = 0,
+    drafts: DraftChances | None = None,
+  ):
     """Args:
     emit: receives this replica, the time and the events of a turn.
     step_seed: the run's seed; with the index, it seeds this replica's step times.
+    drafts: what drafters find in the requests; None: nothing. Otherwise, `config` allows speculation.
     """
     self.index, self.config = index, config
     self.name = index  # for engine.routing
@@ -157,6 +182,8 @@ class Replica:
     self.runner = SimulatedRunner(costs, self.clock, seed=(step_seed << 20) + index)
     self._emit = emit
     self.engine = Engine(self.scheduler, self.runner, self.clock, self._take_events)
+    if drafts is not None:
+      self.engine.replace_drafter(ChanceDrafter(drafts))
     self.is_scheduled = False  # an iteration of its loop is among the pending events
     self.load = 0  # unfinished requests, in the router's view
     self.link_free_at = 0.0

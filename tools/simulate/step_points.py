@@ -43,6 +43,7 @@ class RecordedStep(NamedTuple):
   host_s: float | None
   device_s: float | None
   admissions: int = 0  # a step trace does not record them
+  num_drafts: tuple[int, ...] = ()  # of each row, or () without drafts
 
 
 def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], Step]) -> list[Step]:
@@ -84,14 +85,21 @@ def read_step_trace(path: str) -> list[RecordedStep]:
 
   def make(batch: dict[str, Any], now: float) -> RecordedStep:
     return RecordedStep(
-      batch["step"], now, batch["shape"][0], tuple(batch["starts"]), tuple(batch["counts"]), None, None
+      batch["step"],
+      now,
+      batch["shape"][0],
+      tuple(batch["starts"]),
+      tuple(batch["counts"]),
+      None,
+      None,
+      num_drafts=tuple(batch.get("num_drafts", ())),
     )
 
   return parse_step_trace(path, make)
 
 
 def points_of(steps: Iterable[RecordedStep]) -> tuple[list[Point], list[LaunchPoint]]:
-  """Returns one device's recorded steps, in order, as measured points; skips steps without a time."""
+  """Returns one device's recorded steps, in order, as measured points; skips steps without a time or with drafts."""
   warmth, points, launches = Warmth(), [], []
   last = -math.inf
   for step in steps:
@@ -102,6 +110,8 @@ def points_of(steps: Iterable[RecordedStep]) -> tuple[list[Point], list[LaunchPo
     since, after = warmth.step(step.time, step.tokens, has_prompt)
     last = max(step.time + host_s, last) + step.device_s
     warmth.ended(last)
+    if step.num_drafts:
+      continue
     points.append(Point(step.tokens, work, step.device_s, since, after))
     if host_s:
       kind = Launch.of(has_prompt, since, after)

@@ -14,6 +14,9 @@ closest to its ideal (the same steps without padding) wins; powers of two with a
 tool cannot simulate a step trace, so it prints the approximation. Compare ladders by mean TPOT: device seconds hardly
 differ, since a device with work is always busy.
 
+Drafts are tokens of a step: a step trace of a server with speculation has them, and a simulation with
+--draft_acceptance or --draft_trace.
+
 With a cost table the tool also chooses the prefill chunk. It takes the largest chunk for which a step of decodes and
 the end of the longest prompt stays within --gap_factor times a step of decodes alone. Both steps have the running
 batch: the average number of decodes in the step of a decoded token. The factor bounds how much an arriving prompt
@@ -38,7 +41,15 @@ from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.report.latency import Objectives
-from tools.simulate.__main__ import add_engine_arguments, add_request_arguments, arrivals_from, engine_config
+from tools.simulate.__main__ import (
+  add_draft_arguments,
+  add_engine_arguments,
+  add_request_arguments,
+  arrivals_from,
+  drafts_from,
+  engine_config,
+)
+from tools.simulate.draft_chances import DraftChances
 from tools.simulate.events import Collector, Fleet, Simulation
 from tools.simulate.replica import Arrival
 from tools.simulate.step_costs import StepCosts, work_of
@@ -205,9 +216,11 @@ def largest_chunk(costs: StepCosts, ladder: Sequence[int], running: Running, fac
 # --- Where steps come from --------------------------------------------------------------------------------------------
 
 
-def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[Arrival]) -> tuple[Steps, float | None]:
+def simulated_steps(
+  config: EngineConfig, costs: StepCosts, arrivals: Sequence[Arrival], drafts: DraftChances | None = None
+) -> tuple[Steps, float | None]:
   """Returns the trace's steps under `config`, and the mean TPOT in milliseconds. Raises EngineError."""
-  simulation = Simulation(config, costs, Fleet(), Collector(Objectives()))
+  simulation = Simulation(config, costs, Fleet(drafts=drafts), Collector(Objectives()))
   useful: Counter[int] = Counter()
   decodes: Counter[int] = Counter()
   attention_s, decode_keys = 0.0, 0
@@ -217,6 +230,8 @@ def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[A
     useful[batch.num_tokens] += 1
     attention_s += seconds - costs.rung(costs.charged(batch.shape.tokens, batch.computed_tokens))
     rows = batch.token_ids.count(())
+    if batch.num_drafts:
+      rows += len(batch.num_drafts) - batch.num_drafts.count(0)
     if rows:
       decodes[rows] += 1
       decode_keys += sum(batch.starts[:rows]) + rows
@@ -234,15 +249,21 @@ def recorded_steps(path: str, costs: StepCosts) -> Steps:
   """Returns the steps of a step trace. Raises ConfigError."""
   steps = read_step_trace(path)
   useful = Counter(sum(step.counts) for step in steps)
-  works = [work_of(step.starts, step.counts) for step in steps]
-  ends = [start + count for step in steps for start, count in zip(step.starts, step.counts, strict=True) if count > 1]
-  return Steps(
-    useful,
-    math.fsum(map(costs.attention, works)),
-    Counter(work.decode_rows for work in works if work.decode_rows),
-    sum(work.decode_keys for work in works),
-    max(ends, default=0),
-  )
+  decodes: Counter[int] = Counter()
+  decode_keys = longest = 0
+  for step in steps:
+    num_decodes = 0
+    num_drafts = step.num_drafts or (0,) * len(step.counts)
+    for start, count, drafts in zip(step.starts, step.counts, num_drafts, strict=True):
+      if count == 1 + drafts:
+        num_decodes += 1
+        decode_keys += start + 1
+      else:
+        longest = max(longest, start + count)
+    if num_decodes:
+      decodes[num_decodes] += 1
+  attention_s = math.fsum(costs.attention(work_of(step.starts, step.counts)) for step in steps)
+  return Steps(useful, attention_s, decodes, decode_keys, longest)
 
 
 def tokens_only(max_tokens: int) -> StepCosts:
@@ -273,11 +294,15 @@ def tune_simulated(
   max_rungs: int,
   rungs: Sequence[int],
   iterations: int,
+  drafts: DraftChances | None = None,
 ) -> list[dict[str, Any]]:
-  """Returns ladders, best first, with figures of their own simulations and on the steps of the fine ladder."""
+  """Returns ladders, best first, with figures of their own simulations and on the steps of the fine ladder.
+
+  Args: drafts: what drafters find in the requests, if `config` allows speculation.
+  """
 
   def run(name: str, ladder: Sequence[int], asked: Steps | None) -> tuple[Steps, dict[str, Any]]:
-    steps, tpot_ms = simulated_steps(dataclasses.replace(config, token_budgets=tuple(ladder)), costs, arrivals)
+    steps, tpot_ms = simulated_steps(dataclasses.replace(config, token_budgets=tuple(ladder)), costs, arrivals, drafts)
     on_asked = row(name, ladder, asked or steps, costs)["time_over_ideal"]
     return steps, row(name, ladder, steps, costs) | {"tpot_mean_ms": tpot_ms, "asked_time_over_ideal": on_asked}
 
@@ -344,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--output", type=output_file, default="", help="flag file to write, for --flagfile of the server")
   add_request_arguments(parser)
   add_engine_arguments(parser)
+  add_draft_arguments(parser)
   args = parser.parse_args(argv)
   try:
     if bool(args.step_trace) == bool(args.trace or args.requests):
@@ -370,16 +396,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
       if not args.costs:
         raise ConfigError("requests are simulated, which needs a cost table; set --costs, or give --step_trace")
-      config = engine_config(args, costs)
+      drafts = drafts_from(args)
+      config = engine_config(args, costs, drafts is not None)
       ShapeLadder(tuple(rungs), config.max_num_seqs)
       max_num_seqs = config.max_num_seqs
       arrivals, _ = arrivals_from(args, config.max_model_len)
       with contextlib.redirect_stdout(sys.stderr):
         if with_chunk:
-          running = simulated_steps(config, costs, arrivals)[0].running()
+          running = simulated_steps(config, costs, arrivals, drafts)[0].running()
         if running:
           config, rungs = limited(config, largest_chunk(costs, rungs, running, args.gap_factor), rungs)
-        found = tune_simulated(config, costs, arrivals, args.max_rungs, rungs, args.iterations)
+        found = tune_simulated(config, costs, arrivals, args.max_rungs, rungs, args.iterations, drafts)
     ladder = found[0]["token_budgets"]
     chunk = largest_chunk(costs, ladder, running, args.gap_factor) if running else None
     if args.output:

@@ -1,0 +1,113 @@
+"""Makes up the drafts of simulated requests from two chances, given or measured from a step trace. Imports no jax.
+
+A simulated device samples zeros, so a right draft is 0 and a wrong one is 1. Whether the token at a position is
+foreseen depends on the request and the position alone, as with a real text.
+"""
+
+import dataclasses
+import json
+import random
+
+from engine.errors import ConfigError
+from engine.request import Request
+from engine.speculation.drafter import NO_DRAFT, Draft
+
+_RIGHT, _WRONG = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftChances:
+  """What drafters find in the requests.
+
+  Attributes:
+    acceptance: chance that a draft is accepted after accepted ones, 0 to 1.
+    share: chance that a decoding request has drafts at a position, above 0 and up to 1.
+  """
+
+  acceptance: float
+  share: float = 1.0
+
+  def __post_init__(self):
+    if not 0 <= self.acceptance <= 1:
+      raise ConfigError(f"acceptance={self.acceptance:g} must be from 0 to 1; set --draft_acceptance")
+    if not 0 < self.share <= 1:
+      raise ConfigError(f"share={self.share:g} must be above 0 and at most 1; set --draft_share")
+
+
+class ChanceDrafter:
+  """Implements engine.speculation.drafter.Drafter by chances."""
+
+  def __init__(self, chances: DraftChances):
+    self._chances = chances
+
+  def update(self, request: Request) -> bool:
+    """See Drafter."""
+    return _chance_of(request, "share") < self._chances.share
+
+  def propose(self, request: Request, count: int) -> Draft:
+    """See Drafter. A proposal is right up to its first token that was not foreseen."""
+    if _chance_of(request, "share") >= self._chances.share:
+      return NO_DRAFT
+    right = 0
+    while right < count and _chance_of(request, "draft", right) < self._chances.acceptance:
+      right += 1
+    return Draft((_RIGHT,) * right + (_WRONG,) * (count - right), "chance")
+
+  def forget(self, request_id: str) -> None:
+    """See Drafter."""
+
+  def num_indexed(self, request_id: str) -> int:
+    """See Drafter."""
+    return 0
+
+  def restore_index(self, request: Request, num_indexed: int) -> None:
+    """See Drafter."""
+
+
+def _chance_of(request: Request, what: str, ahead: int = 0) -> float:
+  return random.Random(f"{what} {request.id} {len(request.output_token_ids) + ahead}").random()
+
+
+def count_accepted(drafts: tuple[int, ...]) -> int:
+  """Returns how many leading drafts of a row are right."""
+  return next((index for index, token in enumerate(drafts) if token != _RIGHT), len(drafts))
+
+
+def measure_chances(path: str) -> DraftChances:
+  """Returns the chances in a step trace of a server with speculation.
+
+  The share counts decodes for which drafts did not pay as decodes without drafts.
+
+  Raises:
+    ConfigError: the file is missing, is no step trace, or has no drafts.
+  """
+  batches, rows, drafted, tried, accepted, number = {}, 0, 0, 0, 0, 0
+  try:
+    with open(path, encoding="utf-8") as file:
+      for line in file:
+        number += 1
+        entry = json.loads(line)
+        if entry["event"] == "schedule" and entry["batch"] is not None:
+          batches[entry["batch"]["step"]] = entry["batch"]
+        elif entry["event"] == "commit" and entry["step"] in batches:
+          batch = batches.pop(entry["step"])
+          drafts = batch.get("num_drafts") or [0] * len(batch["ids"])
+          ends = entry.get("row_ends") or range(1, len(drafts) + 1)
+          begin = 0
+          for count, num_drafts, samples, end in zip(batch["counts"], drafts, batch["samples"], ends, strict=True):
+            rows += bool(samples) and count == 1 + num_drafts
+            if num_drafts:
+              found = end - begin - 1
+              drafted, accepted = drafted + 1, accepted + found
+              tried += min(num_drafts, found + 1)
+            begin = end
+  except OSError as error:
+    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
+  except (ValueError, KeyError, TypeError) as error:
+    raise ConfigError(
+      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
+      "--trace_file of the server or of tools.bench_offline"
+    ) from error
+  if not drafted:
+    raise ConfigError(f"step trace {path} holds no drafts; record one with --speculation, or set --draft_acceptance")
+  return DraftChances(accepted / tried, drafted / rows)
