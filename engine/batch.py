@@ -68,8 +68,9 @@ class Batch:
       more after each accepted draft: up to 1 + num_drafts[r] tokens. A draft is accepted if it equals the token sampled
       before it. KV after the last accepted draft is never read. Until the step commits, its request must have no other
       row.
+    num_proposals: tokens that a draft model on the device proposes after each sampling row; 0 or its own number.
     repeats: this step repeats the previous one, a position later: the same rows, rung and columns, no admissions, and
-      one token a row, which the device knows.
+      one token a row, which the device knows. It may differ in num_proposals.
     padded_tokens: tokens after the padding of the batching mode, before the ladder rounds up; above num_tokens only for
       static and dynamic batching. A device may skip the ladder's padding, but not this.
   """
@@ -88,6 +89,7 @@ class Batch:
   masks: tuple[tuple[int, bytes], ...] = ()
   padded_tokens: int = 0
   num_drafts: tuple[int, ...] = ()
+  num_proposals: int = 0
   repeats: bool = False
 
   @property
@@ -136,6 +138,7 @@ class StepResult:
       row belong to its tokens; rejected drafts have no entry.
     row_ends: end of each row's tokens in `tokens`; () if every row has one token.
     embeddings: row -> little-endian float32 values of its embedding, for requests with `embed`.
+    proposals: row -> tokens that a draft model proposes after the row's tokens, if the Batch wants proposals.
   """
 
   tokens: Sequence[int]
@@ -143,6 +146,7 @@ class StepResult:
   logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = dataclasses.field(default_factory=dict)
   row_ends: Sequence[int] = ()
   embeddings: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
+  proposals: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
   def tokens_of(self, row: int) -> tuple[int, ...]:
     """Returns the tokens of a row, in order."""

@@ -18,6 +18,7 @@ import numpy as np
 from engine.batch import Admission, Batch, BlockCopy, FinishedCopies, StepResult, TokenLogprobs
 from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
+from engine.device.draft_model import DraftModel, LaunchedDraft
 from engine.device.host_blocks import HostBlocks
 from engine.device.model_input import EmbeddingRow, Flag, LogitRows, Packer, flags_of
 from engine.device.programs import Program, ProgramSpec
@@ -133,6 +134,8 @@ class LaunchedStep:
     embedding_rows: Sequence[EmbeddingRow],
     away: bool,
     done: Callable[[], None],
+    draft: LaunchedDraft | None = None,
+    samples: Sequence[bool] = (),
   ):
     """Args:
     outputs: the output of programs.step.
@@ -140,8 +143,11 @@ class LaunchedStep:
     embedding_rows: rows whose hidden states are read.
     away: the values are in device memory; the device sends them to the host as soon as they exist.
     done: called once, when the step is complete, and then released.
+    draft: what a draft model does after the step.
+    samples: of the batch.
     """
     self._output, self._top, *self._states = outputs
+    self._draft, self._samples = draft, samples
     self._rows, self._embedding_rows = rows, embedding_rows
     self._done: Callable[[], None] | None = done
     if away:
@@ -154,10 +160,21 @@ class LaunchedStep:
   def wait(self) -> None:
     """Waits for the step without reading it; for measurements."""
     self._output.block_until_ready()
+    if self._draft is not None:
+      self._draft.found.block_until_ready()
 
   def result(self) -> StepResult:
-    """Waits for the step and reads its values."""
+    """Waits for the step and what follows it, and reads its values."""
     output = np.asarray(self._output)
+    draft = self._draft
+    if draft is None:
+      return self._read(output)
+    draft.found.block_until_ready()  # before `done`: it reads the packed array too
+    result = self._read(output)
+    proposals = draft.wait_for_proposals(self._samples, result.bad_rows)
+    return dataclasses.replace(result, proposals=proposals) if proposals else result
+
+  def _read(self, output: np.ndarray) -> StepResult:
     done, self._done = self._done, None
     if done:
       done()
@@ -234,7 +251,7 @@ class ModelRunner:
 
     Other code may read `spec`, `steps` (executables by shape), `calls` (their StepCalls), `adapted_calls` (those of
     steps with adapters), `kv` and `slot_state`. An
-    owner that lets admissions bring KV from another runner sets `import_blocks`.
+    owner that lets admissions bring KV from another runner sets `import_blocks`, and one with a draft model `draft`.
 
     Args:
       spec: of the programs.
@@ -249,6 +266,7 @@ class ModelRunner:
     """
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
+    self.draft: DraftModel | None = None
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights)
@@ -280,6 +298,8 @@ class ModelRunner:
     for index, shape in enumerate(self.steps):
       empty = Batch(-1, shape, (), (), (), (), (), (), ())
       self.launch(empty).result()
+      if self.draft is not None:
+        self.launch(dataclasses.replace(empty, num_proposals=1)).result()
       if self.adapted_calls:
         self._launch(empty, self.adapted_calls[shape], self._adapters).result()
       progress("warm up", index + 1, len(self.steps))
@@ -324,9 +344,16 @@ class ModelRunner:
     donated = self.kv, self._last_tokens, self.slot_state
     results = call.execute(self._params, *donated, packed.argument, *adapters)
     self.kv, self._last_tokens, self.slot_state, outputs = results
-    # Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now.
+    draft = None
+    if self.draft is not None:
+      draft = self.draft.launch(batch, self._last_tokens, outputs[0], packed.argument)
     embeds = self._packer.embedding_rows(batch)
-    return LaunchedStep(outputs, rows, embeds, self._away, lambda donated=donated: call.give_back(packed))
+
+    def give_back(donated: Any = donated) -> None:
+      """Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now."""
+      call.give_back(packed)
+
+    return LaunchedStep(outputs, rows, embeds, self._away, give_back, draft, batch.samples)
 
   def write_adapter(self, slot: int, weights: Any) -> None:
     """Implements engine.batch.AdapterWriter for `weights` of engine.device.adapter_folder; never compiles."""

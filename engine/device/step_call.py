@@ -76,15 +76,21 @@ class StepCall:
     return PackedArray(values, argument)
 
 
-def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
-  """Returns the executable without checks of its arguments, which must have the shardings of its Program.
+def call_unchecked(compiled: stages.Compiled) -> Callable[..., list[jax.Array]]:
+  """Returns the executable from the leaves of its arguments to those of its results, without checks of the arguments.
 
-  XLA itself rejects a donated array.
+  They must have the shardings of its Program. XLA itself rejects a donated array.
   """
   assert not compiled._params.const_args, "constants would have to be the first arguments"
   executable: Any = compiled._executable
   replicated: Any = executable.unsafe_call
   run, handlers = replicated.xla_executable.execute_sharded, replicated.out_handler.handlers
+  return lambda *leaves: run(list(leaves)).consume_with_handlers(handlers)
+
+
+def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
+  """Returns the executable of a step without checks of its arguments."""
+  call = call_unchecked(compiled)
 
   def execute(
     params: tuple[jax.Array, ...],
@@ -95,7 +101,7 @@ def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
     adapters: tuple[jax.Array, ...] = (),
   ) -> Results:
     state = slot_state.history, slot_state.bias, slot_state.mask
-    results = run([*params, *kv, last_tokens, *state, packed, *adapters]).consume_with_handlers(handlers)
+    results = call(*params, *kv, last_tokens, *state, packed, *adapters)
     layers = len(kv)
     last_tokens, history, bias, mask, *outputs = results[layers:]
     return tuple(results[:layers]), last_tokens, SlotState(history, bias, mask), tuple(outputs)

@@ -13,6 +13,7 @@ import queue
 import random
 import threading
 import time
+from typing import Any
 
 from absl import app, flags, logging
 from flax import nnx
@@ -24,7 +25,7 @@ import tokenizers
 
 from engine.device.mesh import make_mesh
 from engine.device.weights import open_checkpoint, parameter_name
-from models.config import LayerAttention
+from models.config import LayerAttention, ModelConfig
 from models.decoder import Decoder
 from models.registry import abstract, config_from_hf, tensors
 from pallas_kernels.paged_attention.reference import rotate
@@ -66,18 +67,17 @@ _QUERIES = 256  # of a chunk of attention
 
 Params = dict[str, jax.Array]
 MODEL = config_from_hf(CONFIG)
-GRAPH, ABSTRACT = abstract(MODEL, jnp.dtype(jnp.float32))
 
 
 def _layer(i: int, name: str) -> str:
   return f"model.layers.{i}.{name}.weight"
 
 
-def init_params(seed: int) -> Params:
-  """Fresh float32 weights; matrices are [out, in] as Hugging Face stores them."""
+def init_params(seed: int, config: dict[str, Any] = CONFIG) -> Params:
+  """Fresh float32 weights of a parsed config.json; matrices are [out, in] as Hugging Face stores them."""
   rng = np.random.default_rng(seed)
-  d, f, h = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-  q, kv = CONFIG["num_attention_heads"] * h, CONFIG["num_key_value_heads"] * h
+  d, f, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+  q, kv = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
   shapes = {
     "self_attn.q_proj": (q, d),
     "self_attn.k_proj": (kv, d),
@@ -88,10 +88,10 @@ def init_params(seed: int) -> Params:
     "mlp.down_proj": (d, f),
   }
   params = {
-    "model.embed_tokens.weight": rng.normal(0, 0.02, (CONFIG["vocab_size"], d)),
+    "model.embed_tokens.weight": rng.normal(0, 0.02, (config["vocab_size"], d)),
     "model.norm.weight": np.ones(d),
   }
-  for i in range(CONFIG["num_hidden_layers"]):
+  for i in range(config["num_hidden_layers"]):
     for name, shape in shapes.items():
       scale = 0.1 if name in ("self_attn.o_proj", "mlp.down_proj") else 0.5
       params[_layer(i, name)] = rng.normal(0, scale / shape[1] ** 0.5, shape)
@@ -121,16 +121,17 @@ def _attend(declared: LayerAttention, qkv: jax.Array, cos: jax.Array, sin: jax.A
   return out, cache
 
 
-def decoder(params: Params) -> Decoder:
+def decoder(params: Params, model: ModelConfig = MODEL) -> Decoder:
   """The model that is served, over weights under their Hugging Face names."""
 
   def assemble(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     made = jnp.zeros(leaf.shape, leaf.dtype)
-    for piece in tensors(MODEL)[parameter_name(path)]:
+    for piece in tensors(model)[parameter_name(path)]:
       made = made.at[piece.box()].set(params[piece.name].reshape(piece.split).transpose(piece.order))
     return made
 
-  return nnx.merge(GRAPH, jax.tree_util.tree_map_with_path(assemble, ABSTRACT))
+  graph, leaves = abstract(model, jnp.dtype(jnp.float32))
+  return nnx.merge(graph, jax.tree_util.tree_map_with_path(assemble, leaves))
 
 
 def read_weights(folder: str) -> Params:
@@ -145,24 +146,25 @@ def read_weights(folder: str) -> Params:
   return params
 
 
-def forward(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+def forward(params: Params, tokens: jax.Array, positions: jax.Array, model: ModelConfig = MODEL) -> jax.Array:
   """Final hidden states.
 
   Args:
     params: weights under their Hugging Face names.
     tokens: int32[B, T].
     positions: int32[B, T], strictly increasing along T.
+    model: configuration of the weights.
 
   Returns:
-    f32[B, T, D], after the last norm.
+    f32[B, T, D], before the last norm.
   """
-  caches = (None,) * MODEL.num_layers
-  return decoder(params).hidden(tokens, positions, caches, None, _attend)[0]
+  caches = (None,) * model.num_layers
+  return decoder(params, model).hidden(tokens, positions, caches, None, _attend)[0]
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
+def logits(params: Params, hidden: jax.Array, model: ModelConfig = MODEL) -> jax.Array:
   """[..., D] -> [..., V]."""
-  return decoder(params).logits(hidden)
+  return decoder(params, model).logits(hidden)
 
 
 def loss_fn(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
@@ -198,9 +200,8 @@ def init_optimizer(params: Params) -> dict[str, Params]:
   }
 
 
-def _update(params: Params, state: dict[str, Params], batch: dict[str, jax.Array], step: jax.Array, scale: jax.Array):
-  """One step: Muon for the layers' matrices, Adam for embedding and norms."""
-  loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+def apply_gradients(params: Params, state: dict[str, Params], grads: Params, step: jax.Array, scale: jax.Array):
+  """Returns weights and optimizer state after a step: Muon for the layers' matrices, Adam for embedding and norms."""
   new_params, m, v = {}, {}, {}
   for name, p in params.items():
     g = grads[name]
@@ -215,7 +216,12 @@ def _update(params: Params, state: dict[str, Params], batch: dict[str, jax.Array
       v[name] = 0.99 * state["v"][name] + 0.01 * g * g
       mean, square = m[name] / (1 - 0.9**step), v[name] / (1 - 0.99**step)
       new_params[name] = p - scale * 3e-3 * mean / (jnp.sqrt(square) + 1e-10)
-  return new_params, {"m": m, "v": v}, loss
+  return new_params, {"m": m, "v": v}
+
+
+def _update(params: Params, state: dict[str, Params], batch: dict[str, jax.Array], step: jax.Array, scale: jax.Array):
+  loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+  return *apply_gradients(params, state, grads, step, scale), loss
 
 
 update = jax.jit(_update, donate_argnums=(0, 1))
@@ -225,9 +231,15 @@ class Data:
   """Batches of rows, made from seeded chats by one background thread."""
 
   def __init__(
-    self, tok: tokenizers.Tokenizer, batch_tokens: int, seed: int, weights: dict[str, float], row_shares: list[float]
+    self,
+    tok: tokenizers.Tokenizer,
+    batch_tokens: int,
+    seed: int,
+    weights: dict[str, float],
+    row_shares: list[float],
+    story_weight: float = STORY_WEIGHT,
   ):
-    self._row_shares = row_shares
+    self._row_shares, self._story_weight = row_shares, story_weight
     self._tok, self._batch_tokens, self._weights = tok, batch_tokens, weights
     self._rng = random.Random(seed)
     self._queues = {t: queue.Queue(4) for t in ROW_TOKENS}
@@ -271,7 +283,7 @@ class Data:
       for item, kind in zip(encoded, kinds, strict=True):
         starts.append(len(ids))
         inside = kind == "plain"
-        high = STORY_WEIGHT if kind in ("plain", "story") else 1.0
+        high = self._story_weight if kind in ("plain", "story") else 1.0
         for token in item.ids:
           ids.append(token)
           weights.append(high if inside else USER_WEIGHT)
@@ -406,7 +418,7 @@ def load(path: pathlib.Path) -> tuple[Params, dict[str, Params], dict]:
   return params, state, meta
 
 
-def export(folder: pathlib.Path, params: Params) -> None:
+def export(folder: pathlib.Path, params: Params, config: dict[str, Any] = CONFIG) -> None:
   """Writes the model as a Hugging Face folder (the tokenizer's files are already there)."""
   folder.mkdir(parents=True, exist_ok=True)
   weights = {name: np.asarray(p.astype(jnp.bfloat16)) for name, p in params.items()}
@@ -414,7 +426,7 @@ def export(folder: pathlib.Path, params: Params) -> None:
     folder / "model.safetensors", lambda path: safetensors.numpy.save_file(weights, path, metadata={"format": "pt"})
   )
   generation = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD, "do_sample": True, "temperature": 0.7}
-  for name, value in (("config.json", CONFIG), ("generation_config.json", generation)):
+  for name, value in (("config.json", config), ("generation_config.json", generation)):
     text = json.dumps(value, indent=2) + "\n"
     _write_atomically(folder / name, lambda path, text=text: path.write_text(text))
 

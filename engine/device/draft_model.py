@@ -1,0 +1,82 @@
+"""A draft model beside the model that is served: its weights and KV on the device. May call only compiled executables.
+
+Its programs run after each step, in order of launch. Nothing that it computes changes an output: it proposes tokens,
+and the served model verifies them. So KV that it lacks, such as that of blocks from a host pool, costs acceptance only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from engine.batch import Batch
+from engine.device import kv_cache
+from engine.device import mesh as mesh_lib
+from engine.device.draft_programs import fill_key, propose_key
+from engine.device.programs import ProgramSpec, layer_key
+from engine.device.step_call import call_unchecked
+from engine.shapes import ShapeLadder, StepShape
+
+
+class LaunchedDraft(NamedTuple):
+  """What the draft model does after a step.
+
+  Attributes:
+    found: int32[proposals, S], or a marker that exists when the program is done.
+    has_proposals: `found` are proposals.
+    held: arrays that the program may still read.
+  """
+
+  found: jax.Array
+  has_proposals: bool
+  held: Any
+
+  def wait_for_proposals(self, samples: Sequence[bool], bad_rows: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Waits for the program; returns the proposals of each row that samples and is not bad."""
+    columns = np.asarray(self.found)
+    if not self.has_proposals:
+      return {}
+    by_row = columns.T.tolist()
+    return {row: tuple(by_row[row]) for row, wants in enumerate(samples) if wants and row not in bad_rows}
+
+
+class DraftModel:
+  """Owns the arrays and executables of a draft model. Attributes: kv: its buffers, by layer."""
+
+  def __init__(
+    self,
+    spec: ProgramSpec,
+    params: tuple[jax.Array, ...],
+    ladder: ShapeLadder,
+    made: Mapping[StepShape | str, jax.stages.Compiled],
+  ):
+    """Allocates the KV buffers.
+
+    Args:
+      spec: of the draft model.
+      params: its leaves, as in spec.params.
+      ladder: the ladder of the steps.
+      made: the executables of `draft_programs.draft_programs`.
+    """
+    self._params = params
+    self._fill = {shape: call_unchecked(made[fill_key(shape)]) for shape in ladder.rungs()}
+    self._propose = {shape: call_unchecked(made[propose_key(shape)]) for shape in ladder.rungs()}
+    self.kv: kv_cache.Buffers = tuple(made[layer_key(buffer)]() for buffer in spec.kv)
+    self._last_tokens: jax.Array = mesh_lib.place_array(
+      np.zeros(spec.last_tokens.shape, np.int32), mesh_lib.replicated(spec.mesh)
+    )
+
+  def launch(self, batch: Batch, last_tokens: jax.Array, output: jax.Array, packed: Any) -> LaunchedDraft:
+    """Starts the program that follows a step, and returns at once.
+
+    Args:
+      batch: the step.
+      last_tokens, output: results of programs.step.
+      packed: its packed array, which must stay as it is until the program is done.
+    """
+    execute = (self._propose if batch.num_proposals else self._fill)[batch.shape]
+    held = self.kv, self._last_tokens
+    *kv, self._last_tokens, found = execute(*self._params, *self.kv, self._last_tokens, last_tokens, output, packed)
+    self.kv = tuple(kv)
+    return LaunchedDraft(found, bool(batch.num_proposals), held)

@@ -1,0 +1,179 @@
+"""The device programs of a draft model: pure functions, compiled ahead of time. May not know requests, or do I/O.
+
+A draft model has KV of its own in blocks of the same ids, so block tables, prefix sharing and preemption hold for it as
+they are. After each step of the target, a program of the same rung reads the same packed array and fills the draft
+model's KV. Where proposals are wanted, it then runs the draft model one token a row at a time, each the likeliest one.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from engine.device import kv_cache, sampler
+from engine.device.model_input import Column, Flag, ModelInput, StepLayout, unpack
+from engine.device.programs import Program, ProgramSpec, layer_key, step_options, zeros_program
+from engine.device.sampler import Sampled
+from engine.shapes import StepShape
+from models.attention import AttentionMeta, paged_attend
+from models.decoder import Decoder
+from pallas_kernels.argmax.api import argmax
+
+
+def _decoder(spec: ProgramSpec, params: tuple[jax.Array, ...]) -> Decoder:
+  return nnx.merge(spec.graphdef, jax.tree.unflatten(spec.params_tree, params))
+
+
+def _fill_kv(
+  spec: ProgramSpec, shape: StepShape, decoder: Decoder, kv: kv_cache.Buffers, before: jax.Array, inputs: ModelInput
+) -> kv_cache.Buffers:
+  """Computes the draft model's keys and values of the step's tokens; see `fill`."""
+  waiting = inputs.tokens < 0
+  tokens = jnp.where(waiting, before[jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
+  groups = spec.attention_groups(shape)
+  ragged = tuple(attention.meta(inputs.block_tables, inputs.kv_lens, inputs.query_starts) for _, attention in groups)
+  meta = AttentionMeta(ragged, inputs.slot_mapping)
+  none = jnp.zeros(1, jnp.int32)  # no token needs the last layer's output
+  return decoder.hidden(
+    tokens, inputs.positions, kv, meta, paged_attend(groups), inputs.num_tokens, wanted=(none, none)
+  )[1]
+
+
+def find_next_tokens(
+  layout: StepLayout, inputs: ModelInput, output: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns for each row of the step the token after its accepted ones: int32[S], its position, and bool[S].
+
+  The last one says whether the row samples a token at all.
+
+  Args: output: of the target's step, int32[3, L].
+  """
+  rows, num_rows = inputs.sampling, layout.shape.rows
+  tokens, none = output[0], output[:0].T
+  _, is_last = sampler.accept_drafts(rows, Sampled(tokens, output[1] != 0, tokens, none, none))
+  # A padding logit row has no SAMPLE.
+  row = jnp.sum(inputs.query_starts[None, 1:] <= rows[Column.TOKEN][:, None], axis=1, dtype=jnp.int32)
+  row = jnp.where(rows.has(Flag.SAMPLE) & is_last, row, num_rows)
+
+  def by_row(values: jax.Array) -> jax.Array:
+    return jnp.zeros(num_rows, values.dtype).at[row].set(values, mode="drop")
+
+  return by_row(tokens), by_row(rows[Column.POSITION]), by_row(jnp.ones_like(row, jnp.bool_))
+
+
+def map_slots(
+  block_tables: jax.Array, positions: jax.Array, is_live: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the slot of a token of each row, int32[S], and whether its position is inside of the table, bool[S].
+
+  Positions past a row's blocks are in padding block 0: its table has 0 there, and further ones are beyond the table.
+  """
+  pages, offsets = jnp.divmod(positions, block_size)
+  inside = is_live & (pages < block_tables.shape[1])
+  blocks = jnp.take_along_axis(block_tables, jnp.where(inside, pages, 0)[:, None], axis=1)[:, 0]
+  return jnp.where(inside, blocks * block_size + offsets, 0), inside
+
+
+def fill(
+  spec: ProgramSpec,
+  layout: StepLayout,
+  params: tuple[jax.Array, ...],
+  kv: kv_cache.Buffers,
+  before: jax.Array,
+  after: jax.Array,
+  output: jax.Array,
+  packed: jax.Array,
+):
+  """Fills the draft model's KV for the tokens of a step.
+
+  Args:
+    spec, layout: static; the layout is the target's.
+    params, kv: of the draft model; kv is donated, like the next one.
+    before, after: int32[slots + 1], last_tokens before and after the target's step.
+    output: of the target's step, int32[3, L].
+    packed: of the target's step.
+
+  Returns:
+    kv, a copy of `after`, and int32[1, 1] that exists when the program is done.
+  """
+  kv = _fill_kv(spec, layout.shape, _decoder(spec, params), kv, before, unpack(layout, packed))
+  return kv, after, output[:1, :1]
+
+
+def propose(
+  spec: ProgramSpec,
+  layout: StepLayout,
+  num_proposals: int,
+  params: tuple[jax.Array, ...],
+  kv: kv_cache.Buffers,
+  before: jax.Array,
+  after: jax.Array,
+  output: jax.Array,
+  packed: jax.Array,
+):
+  """Fills KV as `fill` does, and returns int32[num_proposals, S] in place of the marker: proposals for each row.
+
+  A row's proposals follow the last token that the step gave it. Those of rows without such a token are arbitrary.
+  """
+  inputs, decoder = unpack(layout, packed), _decoder(spec, params)
+  kv = _fill_kv(spec, layout.shape, decoder, kv, before, inputs)
+  num_rows = layout.shape.rows
+  groups = spec.attention_groups(StepShape(num_rows, num_rows, num_rows))
+  used = jnp.sum(inputs.kv_lens > 0, dtype=jnp.int32)[None]
+  line = jnp.arange(num_rows + 1, dtype=jnp.int32)
+  starts, is_used = jnp.minimum(line, used), line[:-1] < used
+  tokens, positions, is_live = find_next_tokens(layout, inputs, output)
+  found = []
+  for _ in range(num_proposals):  # a loop on the device would copy the KV
+    slots, inside = map_slots(inputs.block_tables, positions, is_live, spec.block_size)
+    kv_lens = jnp.where(is_used, jnp.where(inside, positions + 1, 1), 0)
+    ragged = tuple(attention.meta(inputs.block_tables, kv_lens, starts) for _, attention in groups)
+    hidden, kv = decoder.hidden(tokens, positions, kv, AttentionMeta(ragged, slots), paged_attend(groups), used)
+    tokens, _ = argmax(decoder.logits(hidden, used), used, spec.argmax)
+    positions = positions + 1
+    found.append(tokens)
+  return kv, after, jnp.stack(found)
+
+
+def fill_key(shape: StepShape) -> str:
+  """Returns the key, among a runner's programs, of the program that fills a rung's KV."""
+  return "-".join(map(str, ("draft-fill", *dataclasses.astuple(shape))))
+
+
+def propose_key(shape: StepShape) -> str:
+  """Returns the key of the program of a rung that also proposes."""
+  return "-".join(map(str, ("draft-propose", *dataclasses.astuple(shape))))
+
+
+def draft_programs(
+  spec: ProgramSpec, target: ProgramSpec, rungs: Sequence[StepShape], num_proposals: int
+) -> dict[StepShape | str, Program]:
+  """Returns the programs of a draft model by key: (params, kv, before, after, output, packed) -> (kv, before, found).
+
+  Args:
+    spec: of the draft model, on the one device of `target`.
+    target: of the model whose steps these follow.
+    rungs: of the steps.
+    num_proposals: tokens that a row gets.
+  """
+  programs: dict[StepShape | str, Program] = {}
+  for shape in reversed(rungs):
+    layout = target.layout(shape)
+    arguments = (
+      spec.params,
+      spec.kv,
+      spec.last_tokens,
+      spec.last_tokens,
+      spec.whole((3, shape.logits), jnp.int32),
+      spec.whole((layout.size,), jnp.int32),
+    )
+    for key, function, size in (
+      (propose_key(shape), functools.partial(propose, spec, layout, num_proposals), (num_proposals, shape.rows)),
+      (fill_key(shape), functools.partial(fill, spec, layout), (1, 1)),
+    ):
+      results = spec.kv, spec.last_tokens, spec.whole(size, jnp.int32)
+      programs[key] = Program(key, function, arguments, results, (1, 2), step_options(spec))
+  return programs | {layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv}
