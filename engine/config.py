@@ -25,6 +25,7 @@ class EngineConfig(SchedulingSettings):
       slots.
     computes_padding: the device computes the padding of a step, so chunks grow into it for free. Otherwise chunks do
       not grow, and a prompt of several chunks has equal ones.
+    has_draft_model: the device proposes tokens by a draft model.
     overlap: plan and launch a step while the device computes the previous one. This hides the host's part of a step,
       but a new request waits one step more. If steps are long compared to the host's part, as on a CPU with all but
       small models, first tokens arrive sooner without it.
@@ -47,6 +48,7 @@ class EngineConfig(SchedulingSettings):
   max_num_seqs: int = PADDED.max_num_seqs
   prefill_chunk: int = PADDED.prefill_chunk
   computes_padding: bool = True
+  has_draft_model: bool = False
   overlap: bool = True
   eos_token_ids: tuple[int, ...] = ()
   embedding_size: int = 0
@@ -70,11 +72,17 @@ class EngineConfig(SchedulingSettings):
         "--max_num_seqs to 2 or more, or leave out --speculation"
       )
     assert not self.num_host_blocks or self.shares_prefixes, "a host pool without a prefix cache"
+    assert self.has_draft_model or self.speculation != "draft", "speculation=draft without a draft model"
 
   @property
   def ladder(self) -> ShapeLadder:
     """The rungs of a step. Raises ConfigError for invalid budgets."""
     return ShapeLadder(self.token_budgets, self.max_num_seqs)
+
+  @property
+  def num_proposals(self) -> int:
+    """Tokens that a draft model proposes for a row: with overlap one more, which may stand for a token in flight."""
+    return self.num_speculative_tokens + self.overlap if self.has_draft_model else 0
 
   @property
   def shares_prefixes(self) -> bool:

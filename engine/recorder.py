@@ -436,6 +436,7 @@ class Recorder:
           "device_s": round(record.device_s, 6),
         }
         | ({"row_ends": list(result.row_ends)} if result.row_ends else {})
+        | ({"proposals": [[row, *found] for row, found in result.proposals.items()]} if result.proposals else {})
         | ({"done": sorted(verdicts.done), "failed": sorted(verdicts.failed.items())} if any(verdicts) else {})
         | ({"taken": sorted(verdicts.num_taken.items())} if verdicts.num_taken else {})
       )
@@ -483,6 +484,7 @@ def batch_line(batch: Batch, computes_padding: bool) -> dict:
     "samples": [int(samples) for samples in batch.samples],
     "num_decodes": batch.token_ids.count(()),
     **({"num_drafts": list(batch.num_drafts)} if batch.num_drafts else {}),
+    **({"num_proposals": batch.num_proposals} if batch.num_proposals else {}),
     "blocks": _digest([blocks, batch.new_blocks]),
     "inputs": _digest([told, batch.token_ids]),
   }

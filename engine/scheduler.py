@@ -21,6 +21,7 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
 
 import bisect
 from collections.abc import Mapping
+import dataclasses
 
 from engine.admission import AdmissionControl
 from engine.batch import PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
@@ -242,6 +243,10 @@ class Scheduler:
       if self._speculation is not None and not planned[0].num_drafts and (was_drafted or (has_drafts and may_repeat)):
         self._speculation.note_slow_step(planned[0].step)
     batch, rows = planned
+    if self._speculation is not None:
+      num_proposals = self._speculation.choose_proposals(batch, self._launched)
+      if num_proposals:
+        batch = dataclasses.replace(batch, num_proposals=num_proposals)
     self._num_steps += 1
     self._times[batch.step] = now
     if self._launched:
@@ -648,7 +653,11 @@ class Scheduler:
     events = None
     if not (verdicts.done or verdicts.failed):
       events = self._steady.commit_step(rows, batch, result, self._publish if self.config.shares_prefixes else None)
-    return self._commit_rows(rows, batch, result, now, verdicts) if events is None else events
+    if events is None:
+      events = self._commit_rows(rows, batch, result, now, verdicts)
+    if self._speculation is not None and result.proposals:
+      self._speculation.take_proposals(rows, batch, result)
+    return events
 
   def _commit_rows(
     self, rows: list[Request], batch: Batch, result: StepResult, now: float, verdicts: Verdicts

@@ -20,7 +20,7 @@ POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")  # engine/policy.py has 
 BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")  # engine/batching.py
 ADMISSION = ("queue", "goodput")  # engine/admission.py
 PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
-SPECULATION = ("none", "ngram", "auto")  # engine/speculation has the drafters
+SPECULATION = ("none", "ngram", "draft", "auto")  # engine/speculation has the drafters
 
 # Values of SchedulingSettings for callers that wait as long as needed: nothing is refused, and nothing times out.
 UNBOUNDED_QUEUE = {
@@ -249,8 +249,9 @@ class SchedulingSettings:
   speculation: str = setting(
     "none",
     "Speculative decoding: the step that computes a token also verifies drafts of the next ones. ngram: drafts are "
-    "what followed the latest tokens when the prompt or the output had them before; auto: also tokens that an output "
-    "constraint leaves no choice about. Outputs do not change. Not with --batching=static or dynamic.",
+    "what followed the latest tokens when the prompt or the output had them before; draft: what --draft_model "
+    "proposes; auto: both, and tokens that an output constraint leaves no choice about. Outputs do not change. Not "
+    "with --batching=static or dynamic.",
     group=_BATCHING,
     choices=SPECULATION,
   )
@@ -293,6 +294,13 @@ class DeviceSettings:
 
   random_weights: bool = setting(
     False, "Make random weights instead of reading them, to measure a shape; see models/shapes.", group=_MODEL
+  )
+  draft_model: str = setting(
+    "",
+    "Folder of a small model with the same tokenizer, whose proposals --speculation=draft or auto verifies; demo: that "
+    "of the demo model. On one CPU; not with --enable_lora, --executable_bundle, --batching=disaggregated, --role, "
+    "--num_hosts or --fake_device.",
+    group=_MODEL,
   )
   dtype: str = setting(
     "auto",
@@ -434,6 +442,28 @@ def check_speculation(scheduling: SchedulingSettings) -> None:
       f"speculation={scheduling.speculation} does not go with batching={scheduling.batching}, whose waves decode in "
       "lockstep; leave out --speculation, or set another --batching"
     )
+
+
+def check_draft_model(devices: DeviceSettings, scheduling: SchedulingSettings) -> None:
+  """Raises ConfigError if a setting excludes draft_model, or speculation lacks it."""
+  path = devices.draft_model
+  if not path:
+    if scheduling.speculation == "draft":
+      raise ConfigError(
+        "speculation=draft needs a draft model; set --draft_model to its folder, or set another --speculation"
+      )
+    return
+  for name, excluded, remedy in (
+    ("speculation", scheduling.speculation in ("none", "ngram"), "set --speculation=draft or auto"),
+    ("batching", scheduling.batching == "disaggregated", "set another --batching"),
+    ("enable_lora", scheduling.enable_lora, "leave out --enable_lora"),
+    ("num_devices", devices.num_devices != 1, "set --num_devices=1"),
+  ):
+    if excluded:
+      value = str(getattr(scheduling if hasattr(scheduling, name) else devices, name)).lower()
+      raise ConfigError(
+        f"draft_model={path:.200} does not go with {name}={value}; leave out --draft_model, or {remedy}"
+      )
 
 
 def check_host_pool(devices: DeviceSettings, scheduling: SchedulingSettings) -> None:

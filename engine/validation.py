@@ -23,7 +23,9 @@ def check_generates(config: EngineConfig) -> None:
 
 def allowed_speculation(config: EngineConfig) -> tuple[str, ...]:
   """Returns the values of `speculation` that a request may have."""
-  return SPECULATION[: SPECULATION.index(config.speculation) + 1]
+  if config.speculation != "auto":
+    return tuple(dict.fromkeys(("none", config.speculation)))
+  return tuple(value for value in SPECULATION if value != "draft" or config.has_draft_model)
 
 
 def validate_request(config: EngineConfig, request: Request) -> None:

@@ -19,6 +19,7 @@ from engine.settings import (
   DeclaredSetting,
   DeviceSettings,
   SchedulingSettings,
+  check_draft_model,
   check_host_pool,
   check_pool_and_ladder,
   check_settings,
@@ -244,6 +245,7 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   _check_role(host_options(), read_settings(ProgramSettings))
   _check_cluster(read_settings(ClusterSettings))
   _check_host_pool()
+  _check_draft_model()
   _check_kv_events(read_settings(ProgramSettings))
   return rest
 
@@ -352,6 +354,25 @@ def _check_host_pool() -> None:
       raise ConfigError(
         f"host_kv_mb={values.host_kv_mb} does not go with --{name}={value_text(values[name].value):.200}; leave out "
         "one of them"
+      )
+
+
+def _check_draft_model() -> None:
+  """Raises ConfigError if a flag excludes --draft_model, or --speculation lacks it."""
+  values = flags.FLAGS
+  check_draft_model(read_settings(DeviceSettings), read_settings(SchedulingSettings))
+  if not values.draft_model:
+    return
+  for name, is_excluded in (
+    ("fake_device", values.fake_device),
+    ("executable_bundle", bool(values.executable_bundle)),
+    ("role", values.role != "both"),
+    ("num_hosts", read_settings(ClusterSettings).has_several_hosts),
+  ):
+    if is_excluded:
+      raise ConfigError(
+        f"draft_model={values.draft_model:.200} does not go with --{name}={value_text(values[name].value):.200}; "
+        "leave out one of them"
       )
 
 

@@ -89,7 +89,12 @@ def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch
         launched[batch.step] = batch
       return _compare(entry["batch"], batch and batch_line(batch, scheduler.config.computes_padding))
     case "commit":
-      result = StepResult(entry["tokens"], frozenset(entry["bad_rows"]), row_ends=tuple(entry.get("row_ends", ())))
+      result = StepResult(
+        entry["tokens"],
+        frozenset(entry["bad_rows"]),
+        row_ends=tuple(entry.get("row_ends", ())),
+        proposals={row: tuple(found) for row, *found in entry.get("proposals", ())},
+      )
       verdicts = Verdicts(frozenset(entry.get("done", ())), dict(entry.get("failed", ())), dict(entry.get("taken", ())))
       scheduler.commit(launched.pop(entry["step"]), result, entry["now"], verdicts)
     case unknown:
@@ -126,6 +131,7 @@ def _batch(line: dict[str, Any]) -> Batch:
     samples=tuple(map(bool, line["samples"])),
     token_ids=tuple(token_ids),
     num_drafts=num_drafts,
+    num_proposals=line.get("num_proposals", 0),
   )
 
 

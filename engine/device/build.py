@@ -23,6 +23,9 @@ from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.adapter_folder import AdapterArrays, AdapterReader
 from engine.device.adapter_support import adapter_bytes, adapter_step_bytes, check_adapter_support, slot_rank
+from engine.device.draft_folder import DraftFolder, open_draft
+from engine.device.draft_model import DraftModel
+from engine.device.draft_programs import draft_programs
 from engine.device.host_blocks import device_bytes
 from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matmul, fit_to_attention
 from engine.device.memory_check import check_fits, host_free_bytes, size_host_pool, step_bytes
@@ -291,12 +294,24 @@ def build_side(
       fallbacks=fallbacks,
     )
   )
+  draft: DraftFolder | None = None
+  if options.draft_model:
+    if source is not None:
+      raise ConfigError(
+        f"draft_model={options.draft_model:.200}: a bundle has no programs of a draft model; serve without "
+        "--executable_bundle or without --draft_model"
+      )
+    draft = open_draft(
+      options.draft_model, options.model_dir, model, mesh, dtype, form, block_size, attention, options.random_weights
+    )
+    draft.check_length(wanted_len)
   computes_padding = matmul != "packed"  # packed kernels skip padding
   one_size = options.deterministic and deterministic.needs_one_size(attention, matmul)
   choice = options.choose_ladder(device.platform, not computes_padding, one_size)
   ladder = choice.ladder
+  block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention, mesh_lib.num_shares(mesh))
   sizer = PoolSizer(
-    block_bytes=kv_cache.bytes_per_block(model, block_size, dtype, attention, mesh_lib.num_shares(mesh)),
+    block_bytes=block_bytes + (draft.block_bytes if draft is not None else 0),
     block_size=block_size,
     longest=wanted_len,
     is_chosen=bool(options.max_model_len),
@@ -309,18 +324,21 @@ def build_side(
   low_rank = native.choose_implementation("low_rank", device.platform)
   rank = slot_rank(options, low_rank)
   step += adapter_bytes(options, share, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
-  copying = device_bytes(sizer.block_bytes) // mesh.size if options.host_kv_mb else 0
+  copying = device_bytes(block_bytes) // mesh.size if options.host_kv_mb else 0
   step += copying
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
-  left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
+  kept = dict(checkpoint.kept)
+  if draft is not None:
+    kept |= {f"draft {name}": leaf for name, leaf in draft.checkpoint.kept.items()}
+  left = check_fits(options.model_dir, mesh, kept, kv_bytes, kv_for, step, step_for)
   if device.platform == "cpu":
     left_for_host, beside = None if left is None else left - kv_bytes, f" beside weights, a step and KV ({kv_for})"
   else:
     left_for_host, beside = host_free_bytes(), ""
   host_dir = options.host_kv_dir
-  num_host_blocks = size_host_pool(options.host_kv_mb, sizer.block_bytes, left_for_host, beside, host_dir)
+  num_host_blocks = size_host_pool(options.host_kv_mb, block_bytes, left_for_host, beside, host_dir)
   if left is not None and device.platform == "cpu" and not host_dir:
-    left -= num_host_blocks * sizer.block_bytes
+    left -= num_host_blocks * block_bytes
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
   abstract, tree = jax.tree.flatten(declared.params)
 
@@ -351,6 +369,8 @@ def build_side(
   longest, length_reason = fit_to_attention(
     lambda width: spec(1, width * block_size), wanted_len, sizer.is_chosen, ladder, dtype
   )
+  if draft is not None:  # its shapes too, or an error
+    fit_to_attention(lambda width: draft.make_spec(spec(1, width * block_size), 1), longest, True, ladder, dtype)
   sizer = dataclasses.replace(sizer, longest=longest)
 
   def load() -> tuple[LoadedModel, float]:
@@ -393,7 +413,7 @@ def build_side(
       num_bytes=(pool.num_blocks + 1) * sizer.block_bytes,
       max_model_len=max_model_len,
       num_host_blocks=num_host_blocks,
-      num_host_bytes=num_host_blocks * sizer.block_bytes,
+      num_host_bytes=num_host_blocks * block_bytes,
       host_dir=host_dir,
     )
   )
@@ -402,12 +422,13 @@ def build_side(
     max_model_len=max_model_len,
     num_blocks=pool.num_blocks,
     block_size=block_size,
-    block_bytes=sizer.block_bytes,
+    block_bytes=block_bytes,
     num_host_blocks=num_host_blocks,
     token_budgets=choice.token_budgets,
     max_num_seqs=choice.max_num_seqs,
     prefill_chunk=choice.prefill_chunk,
     computes_padding=computes_padding,
+    has_draft_model=draft is not None,
     overlap=choose_overlap(options.overlap, device.platform, weight_bytes),
     eos_token_ids=declared.eos_token_ids,
     embedding_size=model.model_dim if options.enable_embeddings and model.class_head is None else 0,
@@ -425,6 +446,10 @@ def build_side(
     source.begin(chosen, ladder.rungs())
     make = source.executable
   programs = all_programs(chosen, ladder.rungs())
+  draft_spec = None
+  if draft is not None:
+    draft_spec = draft.make_spec(chosen, pool.num_blocks)
+    programs |= draft_programs(draft_spec, chosen, ladder.rungs(), config.num_proposals)
   report_fact(
     ProgramsFact(
       count=len(programs),
@@ -436,6 +461,7 @@ def build_side(
   )
   with Making(programs, make) as making:
     loaded, load_s = before or load()
+    draft_leaves = () if draft is None else tuple(jax.tree.leaves(draft.checkpoint.load().params))
     made = making.wait(progress)
   report_fact(ProgramsMadeFact(count=len(programs), num_compiled=making.num_compiled))
   leaves = tuple(jax.tree.leaves(loaded.params))
@@ -444,6 +470,8 @@ def build_side(
   runner = ModelRunner(
     chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights, num_host_blocks, host_dir
   )
+  if draft_spec is not None:
+    runner.draft = DraftModel(draft_spec, draft_leaves, ladder, made)
   if device.platform == "cpu":
     host_memory.keep_freed()  # only now, so that the memory of loading and compiling returns to the system
   runner.warm_up(progress)

@@ -8,6 +8,7 @@ from engine.policy import find_policy_class
 from engine.settings import (
   DeviceSettings,
   SchedulingSettings,
+  check_draft_model,
   check_host_pool,
   check_pool_and_ladder,
   check_settings,
@@ -38,6 +39,7 @@ class BuildOptions(DeviceSettings, SchedulingSettings):
   def __post_init__(self):
     check_settings(self)
     check_speculation(self)
+    check_draft_model(self, self)
     find_policy_class(self.policy)
     names = ("auto", *api.IMPLEMENTATIONS)
     if self.attention not in names:

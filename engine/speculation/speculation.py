@@ -8,24 +8,28 @@ Costs of trying stay small. A request whose drafts fail sleeps, for twice as man
 tried again. A sleeping request costs a step nothing. Of the others, a step looks at those whose latest drafts were
 accepted, and at a limited number of the rest in turn.
 
+A draft model on the device takes time whether its proposals are used or not. So it proposes only after steps where
+drafts as good as its latest ones would pay, and steps with proposals are measured apart from others.
+
 With overlap, a request whose drafts are in flight has no row until they are committed, because its length is unknown.
 So drafts must bring more than the row that it loses, unless all requests wait: then no step runs in between.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 import heapq
 import itertools
 import logging
 from typing import Any, NamedTuple
 
-from engine.batch import Batch
+from engine.batch import Batch, StepResult
 from engine.config import EngineConfig
 from engine.constraint import ConstrainedDraft, DraftingConstraint
 from engine.request import Request
 from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
 from engine.speculation.draft_choice import DraftChoice, StepOption, choose_drafts, list_chances
 from engine.speculation.drafter import NO_DRAFT, Draft, Drafter
+from engine.speculation.model_drafter import MODEL, JointDrafter, ModelDrafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
@@ -52,6 +56,7 @@ class DraftCandidate(NamedTuple):
     masks: for a constrained request, the mask after each draft; else ().
     rate: the chance that a draft is accepted after accepted ones.
     chances: the chance that the first 1, 2, ... drafts are accepted.
+    source: of the drafts.
   """
 
   row: int
@@ -59,6 +64,7 @@ class DraftCandidate(NamedTuple):
   masks: tuple[bytes, ...]
   rate: float
   chances: list[float]
+  source: str = ""
 
 
 class PlannedStep(NamedTuple):
@@ -112,12 +118,18 @@ class Speculation:
 
   Attributes:
     drafter: proposes the drafts; replaceable while there is no request.
+    model: takes what a draft model on the device proposed; None without one.
   """
 
   def __init__(self, config: EngineConfig):
     self._most = config.num_speculative_tokens
     self._overlap = config.overlap
-    self.drafter: Drafter = NgramDrafter()
+    self.model = ModelDrafter() if config.has_draft_model else None
+    self.drafter: Drafter = NgramDrafter() if self.model is None else JointDrafter(self.model)
+    if self.model is not None and config.speculation == MODEL:
+      self.drafter = self.model
+    self._num_proposals = config.num_proposals
+    self._most_drafts = min(config.token_budgets[-1], config.max_num_seqs)  # and rows, of the largest rung
     self._tracked: dict[str, _Tracked] = {}
     # A request is in one of these, or a drafter failed on it:
     self._lively: dict[str, _Tracked] = {}  # with a constraint, or with accepted drafts in its latest row with drafts
@@ -134,6 +146,10 @@ class Speculation:
     # The time of a step that is planned with nothing in flight has the host's part in it.
     self._alone_seconds = StepSeconds(ladder)
     self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
+    # The same of steps after which a draft model proposes.
+    self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
+    # Of a draft model: refusals in a row, the step before which it proposes nothing, the latest with proposals.
+    self._num_refusals, self._no_proposals_until, self._proposing_step = 0, -1, -1
     self._declined_rate, self._declined_until = 0.0, -1
     self._num_declines, self._pause_until = 0, -1  # choices of no draft in a row; step before which nothing is proposed
     self._slowed_steps: set[int] = set()  # uncommitted; see note_slow_step
@@ -245,7 +261,8 @@ class Speculation:
         tokens = tracked.draft.tokens[num_unknown : num_unknown + self._most]
         if tokens:
           rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
-          candidates.append(DraftCandidate(0, tokens, (), rate, list_chances(rate, len(tokens), num_unknown)))
+          chances = list_chances(rate, len(tokens), num_unknown)
+          candidates.append(DraftCandidate(0, tokens, (), rate, chances, tracked.draft.source))
     if candidates and any(self.choose_counts(self._step, planned, candidates)):
       return True
     self.skip_drafts()
@@ -279,7 +296,7 @@ class Speculation:
     if not tokens:
       return None
     rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
-    return DraftCandidate(row, tokens, (), rate, list_chances(rate, len(tokens), num_unknown))
+    return DraftCandidate(row, tokens, (), rate, list_chances(rate, len(tokens), num_unknown), tracked.draft.source)
 
   def _make_constrained(self, row: int, request: Request, tracked: _Tracked, most: int) -> DraftCandidate | None:
     """Returns the draft that the request's constraint makes of the drafter's."""
@@ -307,16 +324,20 @@ class Speculation:
       tracked.draft = Draft(draft.tokens, GRAMMAR)
     else:
       rate = rate_of_draft
-    return DraftCandidate(row, draft.tokens, draft.masks, rate, list_chances(rate, len(draft.tokens)))
+    chances = list_chances(rate, len(draft.tokens))
+    return DraftCandidate(row, draft.tokens, draft.masks, rate, chances, tracked.draft.source)
 
   def knows_step(self, planned: PlannedStep) -> bool:
     """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
     return bool(planned.num_others) or self._estimate_base(planned) != UNKNOWN
 
+  def _is_behind(self, planned: PlannedStep) -> bool:
+    """Returns whether such a step is planned while the device computes another one."""
+    return self._overlap and planned.num_constrained < planned.num_decodes
+
   def _estimate_base(self, planned: PlannedStep) -> float:
     """Returns the seconds of the step without drafts."""
-    behind = self._overlap and planned.num_constrained < planned.num_decodes
-    table = self._behind_seconds if behind else self._alone_seconds
+    table = self._behind_seconds if self._is_behind(planned) else self._alone_seconds
     return table.estimate_steps(planned.num_tokens, 0)[0]
 
   def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
@@ -326,13 +347,10 @@ class Speculation:
     loses = [self._overlap and not candidate.masks for candidate in candidates]
     if planned.num_others:
       return self._choose_for_padding(planned, chances, loses)
-    if self._overlap and planned.num_constrained < planned.num_decodes:
-      choice = self._choose_beside_others(planned, chances, loses)
-    else:
-      most = min(planned.most_drafts, sum(map(len, chances)))
-      seconds = self._alone_seconds.estimate_steps(planned.num_tokens, most)
-      num_rows = planned.num_decodes
-      choice = choose_drafts(chances, StepOption(num_rows, seconds), num_rows / seconds[0], most)
+    proposing = any(candidate.source == MODEL for candidate in candidates)
+    if proposing and not self._knows_proposing(planned):
+      return [0] * len(candidates)  # until the plain steps with proposals are measured
+    choice = self._choose(planned, chances, loses, proposing)
     if any(choice.counts):
       self._num_declines = 0
     else:
@@ -341,6 +359,23 @@ class Speculation:
       self._declined_rate = max(candidate.rate for candidate in candidates)
       self._declined_until = step + _DECLINE_STEPS
     return choice.counts
+
+  def _choose(
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool], proposing: bool
+  ) -> DraftChoice:
+    """Chooses the drafts of a step of decodes.
+
+    Args:
+      loses: whether drafts cost a row its place in the next step.
+      proposing: a draft model proposes after a step with drafts, but not after one without.
+    """
+    if self._is_behind(planned):
+      return self._choose_beside_others(planned, chances, loses, proposing)
+    most = min(planned.most_drafts, sum(map(len, chances)))
+    base = self._alone_seconds.estimate_steps(planned.num_tokens, 0)[0]
+    table = self._alone_proposing if proposing else self._alone_seconds
+    option = StepOption(planned.num_decodes, table.estimate_steps(planned.num_tokens, most))
+    return choose_drafts(chances, option, planned.num_decodes / base, most)
 
   def _choose_for_padding(
     self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool]
@@ -351,7 +386,7 @@ class Speculation:
     return choose_drafts(paying, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most).counts
 
   def _choose_beside_others(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool]
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool], proposing: bool
   ) -> DraftChoice:
     """Chooses drafts with overlap. The expected tokens and seconds are those of two steps: this and the next.
 
@@ -361,12 +396,16 @@ class Speculation:
     num_tokens, num_constrained = planned.num_tokens, planned.num_constrained
     num_free = planned.num_decodes - num_constrained
     most = min(planned.most_drafts, sum(map(len, chances)))
-    seconds = self._behind_seconds.estimate_steps(num_tokens, most)
-    rate = (num_constrained + 2 * num_free) / (seconds[0] + self._estimate_rest(num_free, seconds[0]))
+    base = self._behind_seconds.estimate_steps(num_tokens, 0)[0]
+    alone_seconds, behind_seconds = self._alone_seconds, self._behind_seconds
+    if proposing:
+      alone_seconds, behind_seconds = self._alone_proposing, self._behind_proposing
+    seconds = behind_seconds.estimate_steps(num_tokens, most)
+    rate = (num_constrained + 2 * num_free) / (base + self._estimate_rest(num_free, base))
     best = DraftChoice([0] * len(chances), rate)
     losing = [index for index, lost in enumerate(loses) if lost]
     if len(losing) == num_free:
-      alone = self._alone_seconds.estimate_steps(num_tokens, most, seconds[0])
+      alone = alone_seconds.estimate_steps(num_tokens, most, seconds[0])
       best = choose_drafts(chances, StepOption(planned.num_decodes, alone, losing), best.rate, most)
     paying = [row if sum(row) > lost else () for row, lost in zip(chances, loses, strict=True)]
     num_lost = sum(bool(paying[index]) for index in losing)
@@ -381,6 +420,77 @@ class Speculation:
   def _estimate_rest(self, num_rows: int, most: float) -> float:
     """Returns the seconds of the next step, of `num_rows` decodes; `most` if unknown."""
     return min(most, self._behind_seconds.estimate_steps(num_rows, 0)[0])
+
+  # A draft model.
+
+  def _knows_proposing(self, planned: PlannedStep) -> bool:
+    """Returns whether the time of such a step with proposals is known."""
+    table = self._behind_proposing if self._is_behind(planned) else self._alone_proposing
+    return table.estimate_steps(planned.num_tokens, 0)[0] != UNKNOWN
+
+  def choose_proposals(self, batch: Batch, in_flight: Container[int]) -> int:
+    """Returns how many tokens the draft model proposes after a planned step: 0 if drafts would not pay.
+
+    Args: in_flight: uncommitted steps before it.
+    """
+    step = batch.step
+    # With overlap, what an uncommitted step proposes comes first.
+    if self.model is None or step < self._no_proposals_until or self._proposing_step in in_flight:
+      return 0
+    num_rows = batch.samples.count(True)
+    most = self._most_drafts - num_rows
+    if most <= 0 or not num_rows:
+      return 0
+    chances, loses, num_constrained = self._expect_proposals(batch)
+    planned = PlannedStep(num_rows, num_rows, num_constrained, 0, most, 0)
+    if not chances or not self.knows_step(planned):
+      return 0
+    is_trial = not self._knows_proposing(planned)
+    if not is_trial and any(self._choose(planned, chances, loses, proposing=True).counts):
+      self._num_refusals = 0
+    else:  # trials pause too, because not every step is measured
+      self._num_refusals += 1
+      self._no_proposals_until = step + min(_DECLINE_STEPS, 1 << self._num_refusals)
+      if not is_trial:
+        return 0
+    self._proposing_step = step
+    return self._num_proposals
+
+  def _expect_proposals(self, batch: Batch) -> tuple[list[list[float]], list[bool], int]:
+    """Returns what to expect of proposals after a planned step.
+
+    Returns:
+      For each row that may have them, the chances of its drafts, and whether drafts cost it a row in the next step;
+      and the number of rows with a constraint.
+    """
+    found, loses, num_constrained = [], [], 0
+    num_drafts = batch.num_drafts or (0,) * len(batch.slots)
+    for request_id, samples, count in zip(batch.request_ids, batch.samples, num_drafts, strict=True):
+      tracked = self._tracked.get(request_id) if samples else None
+      request = tracked and tracked.request
+      if tracked is None or request is None:
+        continue
+      is_free = request.constraint is None
+      num_constrained += not is_free
+      if tracked.wakes_at > batch.step or request.speculation == "ngram" or len(found) == _MOST_LOOKS:
+        continue
+      rate = self._rates.estimate_rate(tracked.trials, MODEL)
+      if count and tracked.source != MODEL and self._rates.estimate_rate(tracked.trials, tracked.source) >= rate:
+        continue  # others do as well
+      found.append(list_chances(rate, self._most, int(self._overlap and is_free and not count)))
+      loses.append(self._overlap and is_free)
+    return found, loses, num_constrained
+
+  def take_proposals(self, rows: Sequence[Request], batch: Batch, result: StepResult) -> None:
+    """Takes what the draft model proposed after a committed step."""
+    if self.model is None:
+      return
+    for row, proposed in result.proposals.items():
+      request = rows[row]
+      if request.id in self._tracked:
+        num_drafts = batch.num_drafts[row] if batch.num_drafts else 0
+        known = batch.starts[row] + batch.counts[row] - num_drafts + len(result.tokens_of(row))
+        self.model.take_proposal(request.id, known, proposed)
 
   def note_slow_step(self, step: int) -> None:
     """Notes that step `step` has no drafts, but does not repeat the one before because of drafts there or refused."""
@@ -428,7 +538,7 @@ class Speculation:
       self._slowed_steps.discard(batch.step)
       return
     num_steps = 1
-    if not drafts:
+    if not drafts and not batch.num_proposals:
       self._num_plain += 1
       if self._num_plain > _FIRST_NOTES:
         if self._num_plain % _PLAIN_STEPS_A_NOTE:
@@ -436,12 +546,14 @@ class Speculation:
         num_steps = _PLAIN_STEPS_A_NOTE
     num_drafted = len(drafts) - drafts.count(0) if drafts else 0
     if batch.token_ids.count(()) + num_drafted == len(batch.slots):  # no prompt is in it
-      table, other = self._alone_seconds, self._behind_seconds
-      if was_behind:
-        table, other = other, table
-      other.pass_steps(num_steps)
-      num_tokens = batch.device_tokens(self._computes_padding)
-      other.scale_all(table.note_step(num_tokens, seconds, num_steps))
+      tables = [self._alone_seconds, self._behind_seconds]
+      if self.model is not None:
+        tables += [self._alone_proposing, self._behind_proposing]
+      table = tables.pop(was_behind + 2 * bool(batch.num_proposals))
+      factor = table.note_step(batch.device_tokens(self._computes_padding), seconds, num_steps)
+      for other in tables:
+        other.pass_steps(num_steps)
+        other.scale_all(factor)
 
   # For traces.
 
@@ -451,6 +563,7 @@ class Speculation:
       "rates": self._rates.state(),
       "alone_seconds": self._alone_seconds.state(),
       "behind_seconds": self._behind_seconds.state(),
+      **self._model_state(),
       "num_plain": self._num_plain,
       "slowed_steps": sorted(self._slowed_steps),
       "declined": [self._declined_rate, self._declined_until, self._num_declines, self._pause_until],
@@ -469,11 +582,26 @@ class Speculation:
       "sleepers": [[until, each.request.id] for until, _, each in sorted(self._sleepers) if each.request is not None],
     }
 
+  def _model_state(self) -> dict[str, Any]:
+    if self.model is None:
+      return {}
+    return {
+      "alone_proposing": self._alone_proposing.state(),
+      "behind_proposing": self._behind_proposing.state(),
+      "refused": [self._num_refusals, self._no_proposals_until, self._proposing_step],
+      "proposals": self.model.state(),
+    }
+
   def restore_state(self, state: dict[str, Any], requests: Mapping[str, Request]) -> None:
     """Takes back what state() returned, for the same live requests by id."""
     self._rates.restore_state(state["rates"])
     self._alone_seconds.restore_state(state["alone_seconds"])
     self._behind_seconds.restore_state(state["behind_seconds"])
+    if self.model is not None:
+      self._alone_proposing.restore_state(state["alone_proposing"])
+      self._behind_proposing.restore_state(state["behind_proposing"])
+      self._num_refusals, self._no_proposals_until, self._proposing_step = state["refused"]
+      self.model.restore_state(state["proposals"])
     self._slowed_steps, self._num_plain = set(state["slowed_steps"]), state["num_plain"]
     self._declined_rate, self._declined_until, self._num_declines, self._pause_until = state["declined"]
     for name, values in state["requests"].items():

@@ -105,6 +105,8 @@ def build_fake(
     raise ConfigError("enable_embeddings: the fake device computes nothing; serve without --fake_device or without it")
   if settings.get("host_kv_mb"):
     raise ConfigError("host_kv_mb: the fake device has no KV to keep; serve without --fake_device or without it")
+  if settings.get("draft_model"):
+    raise ConfigError("draft_model: the fake device proposes nothing; serve without --fake_device or without it")
   if settings.get("enable_lora") and settings.get("batching") == "disaggregated":
     raise ConfigError(
       "enable_lora: two engines share no adapters; serve without --batching=disaggregated or without --enable_lora"

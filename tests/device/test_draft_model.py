@@ -1,6 +1,8 @@
 """The draft model on the device: its proposals are its own greedy continuation, and it writes to no foreign block."""
 
 import dataclasses
+import json
+from pathlib import Path
 import random
 
 import jax
@@ -10,15 +12,21 @@ import pytest
 
 from engine.batch import Admission, Batch, StepResult
 from engine.device import kv_cache
+from engine.device.build import build_engine
 from engine.device.draft_model import DraftModel
 from engine.device.draft_programs import draft_programs
+from engine.device.options import BuildOptions
 from engine.device.runner import Making, ModelRunner
+from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
+from engine.shapes import ShapeLadder
 from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
 from tests.device.tiny_model import MAX_LEN, TINY, dense_greedy, make_runner, random_params
 
 DRAFT = dataclasses.replace(TINY, num_layers=1, num_heads=2, num_kv_heads=1)
 NUM_PROPOSALS = 4
+NUM_BLOCKS = 140
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +36,7 @@ def draft_params():
 
 @pytest.fixture(scope="module")
 def runner(draft_params) -> ModelRunner:
-  made = make_runner(num_blocks=140)
+  made = make_runner(num_blocks=NUM_BLOCKS)
   graphdef, state = draft_params
   leaves, tree = jax.tree.flatten(state)
   spec = dataclasses.replace(
@@ -37,28 +45,19 @@ def runner(draft_params) -> ModelRunner:
     graphdef=graphdef,
     params_tree=tree,
     params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=made.params[0].sharding) for leaf in leaves),
-    kv=kv_cache.abstract(made.spec.mesh, DRAFT, 140, 4, jnp.dtype(jnp.float32), made.spec.attention),
+    kv=kv_cache.abstract(made.spec.mesh, DRAFT, NUM_BLOCKS, 4, jnp.dtype(jnp.float32), made.spec.attention),
   )
   with Making(draft_programs(spec, made.spec, tuple(made.steps), NUM_PROPOSALS)) as making:
     leaves = [jax.device_put(leaf, made.params[0].sharding) for leaf in leaves]
-    made.draft = DraftModel(spec, tuple(leaves), _Rungs(tuple(made.steps)), making.wait(lambda *_: None))
+    made.draft = DraftModel(spec, tuple(leaves), ShapeLadder((8, 32), 8), making.wait(lambda *_: None))
   made.warm_up(lambda *_: None)
+  dense_greedy(draft_params, [1], 1)  # compiles
   made.seal()
   return made
 
 
-class _Rungs:
-  """The only part of a ShapeLadder that a DraftModel reads."""
-
-  def __init__(self, shapes):
-    self._shapes = shapes
-
-  def rungs(self):
-    return self._shapes
-
-
 class ProposalChecker:
-  """A Runner that asks for proposals in random steps, and compares them with the draft model's own continuation."""
+  """A Runner that wants proposals of random steps, and compares them with the draft model's own continuation."""
 
   def __init__(self, runner: ModelRunner, draft_params, seed: int):
     self._runner, self._draft_params, self._rng = runner, draft_params, random.Random(seed)
@@ -103,7 +102,7 @@ class ProposalChecker:
 
 
 def test_proposals_continue_the_known_tokens(runner, draft_params):
-  """Chunks of prompts, decodes, right and wrong drafts, tokens in flight and lost slots: KV of the draft has no hole."""
+  """Chunks of prompts, decodes, right and wrong drafts, tokens in flight and lost slots leave no hole in its KV."""
   checker, counts = ProposalChecker(runner, draft_params, 1), DraftCounts()
   for seed in range(2):
     counts += serve_with_drafts(checker, limits_of(runner), seed, count=16)
@@ -115,26 +114,86 @@ def test_proposals_continue_the_known_tokens(runner, draft_params):
 @pytest.mark.parametrize("num_tokens", [8, 7, MAX_LEN - 1, MAX_LEN - 3])
 def test_proposals_past_the_table_touch_padding_alone(runner, num_tokens):
   """A request whose blocks are full, or almost; and one at the end of the longest table."""
-  assert runner.draft is not None
-  blocks = tuple(range(3, 3 + -(-num_tokens // 4)))
-  params = SamplingParams(max_tokens=1, temperature=0.0)
-  shape = list(runner.steps)[-1]
-  tokens = tuple(range(5, 5 + num_tokens))
-  admission = Admission(0, tokens, num_tokens, blocks, params, 0)
-  done = 0
-  while done < num_tokens:
-    count = min(shape.tokens, num_tokens - done)
-    runner.draft.kv = tuple(jnp.array(np.random.default_rng(1).normal(size=each.shape), each.dtype) for each in runner.draft.kv) if not done else runner.draft.kv
-    before = [np.array(each) for each in runner.draft.kv]
-    is_last = done + count == num_tokens
-    batch = Batch(
-      done, shape, ("a",), (0,), (done,), (count,), (1,), (is_last,), (tokens[done : done + count],),
-      admissions=() if done else (admission,), num_proposals=NUM_PROPOSALS * is_last,
+  draft = runner.draft
+  assert draft is not None
+  rng = np.random.default_rng(1)
+  draft.kv = tuple(jnp.array(rng.normal(size=each.shape), each.dtype) for each in draft.kv)
+  blocks, tokens = tuple(range(3, 3 + -(-num_tokens // 4))), tuple(range(5, 5 + num_tokens))
+  params, shape = SamplingParams(max_tokens=1, temperature=0.0), list(runner.steps)[-1]
+  batch = Batch(0, shape, ("a",), (0,), (0,), (0,), (1,), (False,), ((),))
+  for start in range(0, num_tokens, shape.tokens):
+    piece = tokens[start : start + shape.tokens]
+    is_last = start + len(piece) == num_tokens
+    admission = Admission(0, tokens, num_tokens, blocks, params, 0)
+    batch = dataclasses.replace(
+      batch,
+      step=start,
+      starts=(start,),
+      counts=(len(piece),),
+      samples=(is_last,),
+      token_ids=(piece,),
+      admissions=() if start else (admission,),
+      num_proposals=NUM_PROPOSALS * is_last,
     )
+    before = [np.array(each) for each in draft.kv]
     result = runner.launch(batch).result()
-    done += count
   assert len(result.proposals[0]) == NUM_PROPOSALS
-  foreign = [block for block in range(140) if block != 0 and block not in blocks]
-  for old, new in zip(before, runner.draft.kv, strict=True):
-    np.testing.assert_array_equal(old[foreign], np.asarray(new)[foreign])
-    assert not np.array_equal(old[0], np.asarray(new)[0])  # those past the table are here
+  foreign = [block for block in range(NUM_BLOCKS) if block != 0 and block not in blocks]
+  for old, new in zip(before, map(np.asarray, draft.kv), strict=True):
+    np.testing.assert_array_equal(old[foreign], new[foreign])
+    assert not np.array_equal(old[0], new[0])  # those past the table are here
+
+
+def write_folder(path: Path, tokens: dict[str, int], **changes) -> str:
+  """A model folder without weights."""
+  path.mkdir()
+  config = json.loads((DEMO / "config.json").read_text())
+  (path / "config.json").write_text(json.dumps(config | changes))
+  (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
+  return str(path)
+
+
+@pytest.mark.parametrize(
+  ("changes", "tokens", "settings", "message"),
+  [
+    ({"vocab_size": 1024}, {"a": 0}, {}, "has vocab_size=1024, but the model's is 2048; set --draft_model"),
+    ({}, {"b": 0}, {}, "tokenizer.json has other tokens than the model's; set --draft_model"),
+    (
+      {"max_position_embeddings": 512},
+      {"a": 0},
+      {},
+      "has 512 positions, but max_model_len is 4096; set --max_model_len=512, or",
+    ),
+    ({"max_position_embeddings": 512}, {"a": 0}, {"max_model_len": 513}, "512 positions, but max_model_len is 513"),
+    ({"architectures": ["LlamaModel"]}, {"a": 0}, {}, "two models with a head of tokens; leave out --draft_model"),
+  ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path, changes, tokens, settings, message):
+  model, draft = write_folder(tmp_path / "model", {"a": 0}), write_folder(tmp_path / "draft", tokens, **changes)
+  options = BuildOptions(model, random_weights=True, speculation="draft", draft_model=draft, **settings)
+  with pytest.raises(ConfigError, match=message) as error:
+    build_engine(options, lambda *_: None, lambda _: None)
+  assert draft in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_memory_of_both_models_sizes_the_pool():
+  """The draft model has as many blocks, and its KV counts in --kv_cache_mb."""
+  blocks = {}
+  for speculation, draft in (("none", ""), ("draft", str(DEMO))):
+    options = BuildOptions(
+      str(DEMO),
+      speculation=speculation,
+      draft_model=draft,
+      kv_cache_mb=8,
+      token_budgets=(16,),
+      max_model_len=64,
+      max_num_seqs=16,
+      prefill_chunk=16,
+    )
+    built = build_engine(options, lambda *_: None, lambda _: None)
+    blocks[speculation] = built.config.num_blocks
+    if built.runner.draft is not None:
+      assert [each.shape for each in built.runner.draft.kv] == [each.shape for each in built.runner.kv]
+      assert built.config.num_proposals == 8 and built.runner.compiles_after_ready == 0
+  assert blocks["draft"] == (blocks["none"] + 1) // 2 - 1

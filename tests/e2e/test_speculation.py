@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from engine.speculation.speculation import Speculation
 from server.client import Completion
 from sluice import LLM, SamplingParams
 
@@ -32,9 +33,9 @@ REQUESTS = [
 ]
 
 
-def generate(speculation: str, overlap: str) -> list[Completion]:
+def generate(speculation: str, overlap: str, **settings) -> list[Completion]:
   """The outputs of all requests together, then one after another."""
-  with LLM("demo", speculation=speculation, overlap=overlap, **SETTINGS) as llm:
+  with LLM("demo", speculation=speculation, overlap=overlap, **SETTINGS | settings) as llm:
     params = [
       SamplingParams(**{"max_tokens": 60, "temperature": 0.0, "ignore_eos": True} | more) for _, more in REQUESTS
     ]
@@ -42,13 +43,31 @@ def generate(speculation: str, overlap: str) -> list[Completion]:
     for (prompt, _), each in zip(REQUESTS, params, strict=True):
       outputs += llm.generate([prompt], each)
     stats = llm.engine.stats()
+    assert llm.engine._runner.compiles_after_ready == 0  # type: ignore[attr-defined]
     assert stats.blocks_used == 0 and bool(stats.drafts.accepted) == (speculation != "none")
     return [each for output in outputs for each in output.outputs]
 
 
 @pytest.mark.parametrize("overlap", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_drafts_are_accepted_and_change_no_output(overlap: str):
-  wanted, found = generate("none", overlap), generate("auto", overlap)
+  compare_outputs(generate("none", overlap), generate("auto", overlap))
+
+
+@pytest.mark.parametrize(
+  ("speculation", "overlap", "num_blocks"),
+  [
+    ("draft", "false", 0),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("auto", "true", 0), ("draft", "true", 40))),
+  ],
+)
+def test_drafts_of_a_model_change_no_output(speculation: str, overlap: str, num_blocks: int, monkeypatch):
+  """Also where they do not pay, and in a pool that preempts."""
+  monkeypatch.setattr(Speculation, "choose_proposals", lambda self, batch, in_flight: self._num_proposals)
+  more = {"num_blocks": num_blocks}
+  compare_outputs(generate("none", overlap, **more), generate(speculation, overlap, draft_model="models/demo", **more))
+
+
+def compare_outputs(wanted: list[Completion], found: list[Completion]) -> None:
   assert len(found) == len(wanted) == 2 * (len(REQUESTS) + 2)
   for one, other in zip(wanted, found, strict=True):
     assert (one.text, one.token_ids) == (other.text, other.token_ids)

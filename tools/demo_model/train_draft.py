@@ -45,7 +45,7 @@ _LOG_STEPS = 50
 
 
 def imitation_loss(params: Params, teacher: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-  """Returns the weighted mean cross-entropy against the teacher, and the share of positions with its likeliest token."""
+  """Returns the weighted mean cross-entropy against the teacher, and the share of answers that agrees with it."""
   tokens, positions = batch["tokens"][:, :-1], batch["positions"][:, :-1]
   expected = jax.lax.stop_gradient(logits(teacher, forward(teacher, tokens, positions)))
   given = logits(params, forward(params, tokens, positions, MODEL), MODEL)

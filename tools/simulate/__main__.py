@@ -69,7 +69,7 @@ _UNLIMITED = {  # by default: a limit would truncate a policy's queue
   "request_timeout_s": 0.0,
 }
 _OF_LADDER = {"token_budgets": (), "prefill_chunk": 0}  # by default, as in engine.shapes
-_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding", "speculation")
+_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding", "speculation", "has_draft_model")
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------

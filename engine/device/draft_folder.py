@@ -1,0 +1,124 @@
+"""Opens the folder of a draft model and rejects one that does not fit the served model. May not load weights.
+
+Both models must agree in what a token id means, since the draft model's tokens become inputs of the other.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from engine.device import kv_cache
+from engine.device.programs import ProgramSpec
+from engine.device.weights import Checkpoint, open_checkpoint
+from engine.errors import ConfigError
+from models.config import ModelConfig
+from models.linear import WeightForm
+
+_DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo_draft"
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftFolder:
+  """A checked folder of a draft model whose weights are not read yet.
+
+  Attributes:
+    path: the folder.
+    checkpoint: its weights.
+    block_bytes: bytes of one KV block over all layers.
+  """
+
+  path: str
+  checkpoint: Checkpoint
+  block_bytes: int
+
+  def check_length(self, max_model_len: int) -> None:
+    """Raises ConfigError if the draft model has fewer positions than a sequence may have."""
+    longest = self.checkpoint.declared.config.max_position
+    if longest < max_model_len:
+      raise ConfigError(
+        f"draft_model={self.path:.200} has {longest} positions, but max_model_len is {max_model_len}; set "
+        f"--max_model_len={longest}, or another --draft_model"
+      )
+
+  def make_spec(self, target: ProgramSpec, num_blocks: int) -> ProgramSpec:
+    """Returns the spec of the draft model's programs beside those of `target`, with as many KV blocks."""
+    declared = self.checkpoint.declared
+    leaves, tree = jax.tree.flatten(declared.params)
+    dtype = target.kv[0].dtype
+    return dataclasses.replace(
+      target,
+      model=declared.config,
+      graphdef=declared.graphdef,
+      params_tree=tree,
+      params=tuple(leaves),
+      kv=kv_cache.abstract(target.mesh, declared.config, num_blocks, target.block_size, dtype, target.attention),
+      deterministic=False,  # the served model decides each token
+      embeds=False,
+    )
+
+
+def open_draft(
+  path: str,
+  model_dir: str,
+  model: ModelConfig,
+  mesh: Mesh,
+  dtype: jnp.dtype,
+  form: WeightForm,
+  block_size: int,
+  attention: str,
+  random_weights: bool,
+) -> DraftFolder:
+  """Opens and checks the folder of a draft model.
+
+  Args:
+    path: the folder; "demo": the draft model of the demo model.
+    model_dir, model: folder and configuration of the served model.
+    mesh, dtype, form: as in open_checkpoint; the mesh has one device.
+    block_size, attention: of the served model's KV.
+    random_weights: as in open_checkpoint.
+
+  Raises:
+    CheckpointError: the folder is no model.
+    ConfigError: its model has no head of tokens, or another vocabulary, or the device cannot run it.
+  """
+  if mesh.devices.flat[0].platform != "cpu":
+    raise ConfigError(f"draft_model={path:.200} needs a CPU so far; leave out --draft_model")
+  folder = str(_DEMO) if path == "demo" else path
+  plain = dataclasses.replace(form, quantization="none", ordered=False)
+  checkpoint = open_checkpoint(folder, mesh, dtype, plain, random_weights)
+  config = checkpoint.declared.config
+  if not (config.has_token_head and model.has_token_head):
+    raise ConfigError(f"draft_model={path:.200}: drafts need two models with a head of tokens; leave out --draft_model")
+  if config.vocab_size != model.vocab_size:
+    raise ConfigError(
+      f"draft_model={path:.200} has vocab_size={config.vocab_size}, but the model's is {model.vocab_size}; set "
+      "--draft_model to a model with the same tokenizer"
+    )
+  if _read_tokens(folder) != _read_tokens(model_dir):
+    raise ConfigError(
+      f"draft_model={path:.200}: its {_TOKENIZER} has other tokens than the model's; set --draft_model to a model with "
+      "the same tokenizer"
+    )
+  return DraftFolder(path, checkpoint, kv_cache.bytes_per_block(config, block_size, dtype, attention))
+
+
+def _read_tokens(folder: str) -> Any:
+  """Returns what the token ids of a folder's tokenizer mean, to compare; None without a tokenizer."""
+  path = pathlib.Path(folder) / _TOKENIZER
+  try:
+    content = path.read_bytes()
+  except FileNotFoundError:
+    return None
+  except OSError as error:
+    raise ConfigError(f"{path}: {error.strerror}; make the file readable") from error
+  try:
+    raw = json.loads(content)
+    return raw["model"]["vocab"], {token["id"]: token["content"] for token in raw["added_tokens"]}
+  except (ValueError, RecursionError, KeyError, TypeError):
+    return content  # of another form, which only an equal file has
