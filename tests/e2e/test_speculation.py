@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from engine.speculation.speculation import Speculation
 from server.client import Completion
 from sluice import LLM, SamplingParams
+from tests.engine.speculation.proposing import RandomProposals
 
 SETTINGS = {"token_budgets": (16, 128), "max_num_seqs": 16, "prefill_chunk": 112, "max_model_len": 512}
 COPY = "Copy: red cat sun tree Copy: red cat sun tree Copy:"
@@ -61,8 +61,8 @@ def test_drafts_are_accepted_and_change_no_output(overlap: str):
   ],
 )
 def test_drafts_of_a_model_change_no_output(speculation: str, overlap: str, num_blocks: int, monkeypatch):
-  """Also where they do not pay, and in a pool that preempts."""
-  monkeypatch.setattr(Speculation, "choose_proposals", lambda self, batch, in_flight: self._num_proposals)
+  """Any of them, whether they pay or not; also in a pool that preempts."""
+  monkeypatch.setattr("engine.scheduler.Speculation", RandomProposals)
   more = {"num_blocks": num_blocks}
   compare_outputs(generate("none", overlap, **more), generate(speculation, overlap, draft_model="models/demo", **more))
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 import random
+from typing import Any
 
 import pytest
 
@@ -192,19 +193,20 @@ def test_a_restored_scheduler_proposes_alike():
 
 
 def test_settings_that_exclude_a_draft_model_are_refused():
-  def check(path: str, num_devices: int = 1, **scheduling) -> None:
-    settings = {"speculation": MODEL} | scheduling
+  def check(path: str, num_devices: int = 1, **scheduling: Any) -> None:
+    settings: dict[str, Any] = {"speculation": MODEL} | scheduling
     check_draft_model(DeviceSettings(draft_model=path, num_devices=num_devices), SchedulingSettings(**settings))
 
   check("d")
   check("", speculation="auto")
-  for message, more in (
+  cases: list[tuple[str, dict[str, Any]]] = [
     ("speculation=none; leave out --draft_model, or set --speculation=draft or auto", {"speculation": "none"}),
     ("speculation=ngram", {"speculation": "ngram"}),
     ("batching=disaggregated", {"batching": "disaggregated"}),
     ("enable_lora=true", {"enable_lora": True}),
     ("num_devices=2", {"num_devices": 2}),
-  ):
+  ]
+  for message, more in cases:
     with pytest.raises(ConfigError, match=f"draft_model=d does not go with {message}"):
       check("d", **more)
   with pytest.raises(ConfigError, match="speculation=draft needs a draft model; set --draft_model"):
