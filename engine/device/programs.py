@@ -35,9 +35,11 @@ from pallas_kernels.paged_attention.plan import Geometry, Plan
 # (A, B) of each linear layer by name, for each layer; see models.adapters.declare_adapters.
 AdapterLayers = tuple[dict[str, tuple[Any, Any]], ...]
 
-# Rows of one call of `write_lines`, by table of SlotState. An admission writes history and bias. A step writes a new
-# mask for each constrained row, and a call costs more than a mask.
-NUM_LINES = {"history": 1, "bias": 1, "mask": 8}
+# Rows of one call of `write_lines`, by the program's name. An admission writes history and bias. A step writes a new
+# mask for each constrained row and each of its drafts, and a call costs more than a mask.
+NUM_LINES = {"history": 1, "bias": 1, "mask": 8, "masks": MAX_DRAFT_MASKS}
+# The table of SlotState that each of these programs writes.
+LINE_TABLES = {"history": "history", "bias": "bias", "mask": "mask", "masks": "mask"}
 # XLA:GPU options that fix a matmul's algorithm, so that only the shape decides how its sum is split.
 _ONE_MATMUL: dict[str, bool | int | str] = {
   "xla_gpu_cublas_fallback": False,
@@ -319,17 +321,18 @@ def write_lines(table: jax.Array, packed: jax.Array) -> jax.Array:
 
 
 def pack_lines(
-  table: str, lines: Sequence[tuple[int, np.ndarray]], width: int, padding: int, num_devices: int = 1
+  name: str, lines: Sequence[tuple[int, np.ndarray]], width: int, padding: int, num_devices: int = 1
 ) -> np.ndarray:
-  """Returns the second argument of `write_lines`: int32[NUM_LINES[table], 1 + W] for each device, one after the other.
+  """Returns the second argument of `write_lines`: int32[NUM_LINES[name], 1 + W] for each device, one after the other.
 
   Args:
-    lines: (slot, 32-bit values), at most NUM_LINES[table]. Values that are missing at the end are padding.
+    name: of the program.
+    lines: (slot, 32-bit values), at most NUM_LINES[name]. Values that are missing at the end are padding.
     width: columns of the table on all devices together.
     padding: the padding slot, for unused rows.
     num_devices: devices that share the columns.
   """
-  packed = np.zeros((num_devices, NUM_LINES[table], 1 + width // num_devices), np.int32)
+  packed = np.zeros((num_devices, NUM_LINES[name], 1 + width // num_devices), np.int32)
   packed[:, :, 0] = padding
   for index, (slot, line) in enumerate(lines):
     values = np.zeros(width, np.int32)
@@ -387,13 +390,13 @@ def step_program(spec: ProgramSpec, shape: StepShape, with_adapters: bool = Fals
   )
 
 
-def lines_program(spec: ProgramSpec, table: str) -> Program:
-  """Returns the program that sets rows of a sampler table: (table, packed) -> table."""
-  lines = getattr(spec.slot_state, table)
+def lines_program(spec: ProgramSpec, name: str) -> Program:
+  """Returns the program `name` of NUM_LINES, which sets rows of a sampler table: (table, packed) -> table."""
+  lines = getattr(spec.slot_state, LINE_TABLES[name])
   own_width = lines.sharding.shard_shape(lines.shape)[1]
-  packed = mesh_lib.spread(spec.mesh, (NUM_LINES[table], 1 + own_width), jnp.int32, ("share", None))
+  packed = mesh_lib.spread(spec.mesh, (NUM_LINES[name], 1 + own_width), jnp.int32, ("share", None))
   function = mesh_lib.on_each_device(spec.mesh, write_lines, (lines, packed), lines)
-  return Program(f"lines-{table}", function, (lines, packed), lines, (0,), step_options(spec))
+  return Program(f"lines-{name}", function, (lines, packed), lines, (0,), step_options(spec))
 
 
 def write_adapter(
@@ -448,7 +451,7 @@ def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShap
       "adapters": zeros_program(spec, "adapters", spec.adapters),
     }
   return steps | {
-    **{table: lines_program(spec, table) for table in NUM_LINES},
+    **{name: lines_program(spec, name) for name in NUM_LINES},
     **{layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv},
     "slots": zeros_program(spec, "slots", spec.slot_state),
   }

@@ -274,7 +274,7 @@ class ModelRunner:
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self.adapted_calls: dict[StepShape, StepCall] = {}  # steps with adapters
     self._adapters: tuple[jax.Array, ...] = ()
-    self._write_lines = {table: made[table] for table in programs.NUM_LINES}
+    self._write_lines = {name: made[name] for name in programs.NUM_LINES}
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
       shape: StepCall(compiled, self._layouts[shape].size, mesh_lib.replicated(spec.mesh))
@@ -305,8 +305,8 @@ class ModelRunner:
       progress("warm up", index + 1, len(self.steps))
     if self._adapters:
       self.write_leaves(0, [np.zeros(leaf.shape[1:], leaf.dtype) for leaf in self.spec.adapters])
-    for table in programs.NUM_LINES:
-      self._set_lines(table, [])
+    for name in programs.NUM_LINES:
+      self._set_lines(name, [])
     if self.host_blocks is not None:
       self.kv = self.host_blocks.warm_up(self.kv)
 
@@ -337,8 +337,8 @@ class ModelRunner:
 
   def _launch(self, batch: Batch, call: StepCall, *adapters: tuple[jax.Array, ...]) -> LaunchedStep:
     """Starts an admitted step by `call`, which takes `adapters` last."""
-    for masks in itertools.batched(self._packer.mask_lines(batch), programs.NUM_LINES["mask"]):
-      self._set_lines("mask", [(line, np.frombuffer(mask, "<i4")) for line, mask in masks])
+    if batch.masks:
+      self._set_masks([(line, np.frombuffer(mask, "<i4")) for line, mask in self._packer.mask_lines(batch)])
     packed = call.take()
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state
@@ -407,12 +407,19 @@ class ModelRunner:
     if Flag.BIAS in flags:
       self._set_lines("bias", [(admission.slot, sampler.bias_row(admission.params, vocab))])
 
-  def _set_lines(self, table: str, lines: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Sets rows of a sampler table, by slot; at most programs.NUM_LINES[table]."""
+  def _set_masks(self, lines: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Sets any number of rows of the table of masks."""
+    few, many = programs.NUM_LINES["mask"], programs.NUM_LINES["masks"]
+    for part in itertools.batched(lines, many):
+      self._set_lines("mask" if len(part) <= few else "masks", part)
+
+  def _set_lines(self, name: str, lines: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Sets rows of a sampler table by the program `name`, by slot; at most programs.NUM_LINES[name]."""
+    table = programs.LINE_TABLES[name]
     before = getattr(self.slot_state, table)
     packed: Any = programs.pack_lines(
-      table, lines, before.shape[1], self.spec.num_slots, mesh_lib.num_shares(self.spec.mesh)
+      name, lines, before.shape[1], self.spec.num_slots, mesh_lib.num_shares(self.spec.mesh)
     )
     if self.spec.mesh.size > 1:
       packed = mesh_lib.place_array(packed, mesh_lib.rows_by_share(self.spec.mesh))
-    self.slot_state = dataclasses.replace(self.slot_state, **{table: self._write_lines[table](before, packed)})
+    self.slot_state = dataclasses.replace(self.slot_state, **{table: self._write_lines[name](before, packed)})

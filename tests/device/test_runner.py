@@ -280,14 +280,17 @@ def test_masks_of_more_rows_than_one_call_takes(runner):
   """Each line of each call goes to its own slot, and the padding slot takes the rest."""
   words = runner.slot_state.mask.shape[1]
   rng = np.random.default_rng(5)
-  lines = [(slot, rng.integers(-(2**31), 2**31, words, dtype=np.int32)) for slot in (5, 0, 7)]
-  before = np.asarray(runner.slot_state.mask).copy()
-  runner._set_lines("mask", lines)
-  after = np.asarray(runner.slot_state.mask)
-  for slot, line in lines:
-    assert np.array_equal(after[slot], line)
-  untouched = [slot for slot in range(8) if slot not in (5, 0, 7)]
-  assert np.array_equal(after[untouched], before[untouched])
+  num_lines = runner.slot_state.mask.shape[0]
+  # Few by one program, many by another, and more than that in two calls.
+  for slots in ((5, 0, 7), (5, 0, 7, *range(9, 40)), (5, 0, 7, *range(9, num_lines))):
+    lines = [(slot, rng.integers(-(2**31), 2**31, words, dtype=np.int32)) for slot in slots]
+    before = np.asarray(runner.slot_state.mask).copy()
+    runner._set_masks(lines)
+    after = np.asarray(runner.slot_state.mask)
+    for slot, line in lines:
+      assert np.array_equal(after[slot], line)
+    untouched = [slot for slot in range(num_lines) if slot not in (8, *slots)]
+    assert np.array_equal(after[untouched], before[untouched])
 
 
 def test_a_shape_that_was_not_compiled_is_an_error(runner):
