@@ -9,7 +9,8 @@ fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 1
 
 interpreter() { "$1" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'; }
 
-packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+# Links are resolved: the path file must outlast a checkout that links to another one's environment.
+packages() { "$1" -c 'import os, sysconfig; print(os.path.realpath(sysconfig.get_path("purelib")))'; }
 
 find_python() {
   if [ -n "$base" ]; then interpreter "$base/bin/python"; return; fi
