@@ -15,6 +15,7 @@ from server.client import Client
 from tools.chaos.report import Row, none_of
 from tools.fleet.checked_streams import StreamLoad, Verdict
 from tools.fleet.fleet_members import BACK_WITHIN_S, LONG_AT_ONCE, NUM_LONG, FleetMember, LossKind, RunningFleet
+from tools.fleet.idle_server import find_leaks
 
 STREAMS = 16
 _HEARD_WITHIN_S = 5.0
@@ -90,7 +91,7 @@ class FleetCheck:
     await self._check_whole("after the losses")
     began = time.monotonic()
     await self._load.stop()
-    leaks = await asyncio.to_thread(self._find_leaks)
+    leaks = await asyncio.to_thread(self._list_leaks)
     row = none_of("no process holds anything", "no request, block, lease or compile", leaks, 4, asked=0)
     self._add_rows("idle", began, [row])
 
@@ -209,7 +210,7 @@ class FleetCheck:
         raise ConfigError(f"{len(self._load.ends) - wanted + count} of {count} streams ended in {_WAIT_S:g} s")
       await asyncio.sleep(0.05)
 
-  def _find_leaks(self) -> list[str]:
+  def _list_leaks(self) -> list[str]:
     """Returns a line for each process that, idle, still holds something, or has compiled after ready."""
     fleet, leaks = self._fleet, []
     for name, target, polls in (
@@ -219,18 +220,8 @@ class FleetCheck:
     ):
       with Client(target) as client:
         for _ in range(polls):
-          load, until = client.load(), time.monotonic() + 10
-          while load.running_requests + load.queued_requests + load.kv_blocks_in_use and time.monotonic() < until:
-            time.sleep(0.1)
-            load = client.load()
-          held = {
-            "running": load.running_requests,
-            "queued": load.queued_requests,
-            "blocks": load.kv_blocks_in_use,
-            "compiles": load.compiles_after_ready,
-          }
-          if any(held.values()):
-            leaks.append(f"{name}: {', '.join(f'{value} {key}' for key, value in held.items() if value)}")
+          if held := find_leaks(client):
+            leaks.append(f"{name}: {', '.join(held)}")
     for name, address, metric in (
       ("prefill server", fleet.prefill_metrics, "sluice_transfer_leased_pieces"),
       ("router", fleet.router.address, "sluice_router_replica_in_flight"),

@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from server.client import Client
 from tools.chaos.report import Row, none_of
 from tools.fleet.checked_streams import StreamLoad, Verdict
+from tools.fleet.idle_server import find_leaks
 from tools.host_losses.host_cluster import Cluster, Proxy
 
 STREAMS = 8
@@ -107,7 +108,7 @@ class LossRounds:
     began = time.monotonic()
     await self._wait_for_finished(_FINISHED_BETWEEN)
     await self._load.stop()
-    row = none_of("nothing is held", "no request, block or compile", await asyncio.to_thread(self._find_leaks), 2, 0)
+    row = none_of("nothing is held", "no request, block or compile", await asyncio.to_thread(self._end_idle), 2, 0)
     self.rows.append(dataclasses.replace(row, scenario="idle", seconds=time.monotonic() - began))
 
   def _judge(self, fault: HostFault, rounds: int, found: _Rounds) -> list[Row]:
@@ -190,17 +191,10 @@ class LossRounds:
         raise ConfigError(f"fewer than {count} streams finished in {_WAIT_S:g} s; read {self._cluster.log_file(0)}")
       await asyncio.sleep(0.05)
 
-  def _find_leaks(self) -> list[str]:
+  def _end_idle(self) -> list[str]:
     """Returns what the idle leader still holds, and what the hosts compiled after ready; then ends them."""
     with Client(self._target) as client:
-      load = client.load()
-    held = {
-      "running": load.running_requests,
-      "queued": load.queued_requests,
-      "blocks": load.kv_blocks_in_use,
-      "compiles": load.compiles_after_ready + self._cluster.metric("sluice_host_compiles_total"),
-    }
-    leaks = [f"{value:g} {key}" for key, value in held.items() if value]
+      leaks = find_leaks(client, self._cluster.metric("sluice_host_compiles_total"))
     self._cluster.send_signal(0, signal.SIGTERM)
     codes = self._cluster.exit_codes()
     return leaks + ([] if codes == [0, 0] else [f"hosts ended with codes {codes}"])
