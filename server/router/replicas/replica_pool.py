@@ -75,9 +75,10 @@ class RoutedReplica:
     self._num_of_others = max(0, (self.num_running or 0) + (self.num_waiting or 0) - max(num_sent, self.num_in_flight))
 
   def note_trouble(self, trouble: str) -> bool:
-    """Takes the replica out of the rotation. Returns whether it was in it."""
-    was_ready, self.is_ready, self.trouble = self.is_ready, False, trouble
-    return was_ready
+    """Takes the replica out of the rotation. Returns whether that is news: it was in it, or out for another reason."""
+    is_news = self.is_ready or self.trouble != trouble
+    self.is_ready, self.trouble = False, trouble
+    return is_news
 
 
 class ReplicaPool:

@@ -112,7 +112,7 @@ def test_a_stream_that_breaks_within_tls(tmp_path):
       assert stub.seen[-1][2]["host"] == stub.name.removeprefix("https://")
 
 
-def test_a_new_authority_is_read(tmp_path):
+def test_a_new_authority_is_read(tmp_path, caplog):
   authority, other = Authority(tmp_path), Authority(tmp_path, "other")
   with running_stubs(1) as [stub]:
     start_tls_stub(stub, authority)
@@ -120,6 +120,7 @@ def test_a_new_authority_is_read(tmp_path):
     replace(file, other.file.read_bytes())
     with running_router([stub.name], replica_ca_file=str(file)) as router:
       assert "is not trusted" in trouble_of(router)
+      assert f"{stub.name} takes no requests: its certificate is not trusted" in caplog.text
       replace(file, b"no certificate")
       replace(file, authority.file.read_bytes())
       router.wait_ready(1)
