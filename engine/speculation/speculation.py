@@ -40,7 +40,9 @@ _PLAIN_STEPS_A_NOTE = 4  # steps without drafts, of which the time of one is not
 _FIRST_NOTES = 64  # plain steps of which all are noted
 GRAMMAR = "grammar"  # the source of tokens that a constraint leaves no choice about
 _LONGEST_SLEEP = 256  # steps
-_SLEEPLESS_RATE = 0.4  # a request whose drafts are accepted more often does not rest after failures
+# A request whose drafts are accepted more often does not rest after failures: a step that costs the same with drafts
+# gains from few.
+_SLEEPLESS_RATE = 0.12
 _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.5 us each
 # After drafts that did not pay, the next 2, 4, 8, ... steps propose none, and in this many steps drafts that are as
 # unlikely are not considered.
