@@ -24,9 +24,10 @@ class RoutedReplica:
   """
 
   def __init__(self, name: str, tls: ReplicaTls | None = None):
-    """`tls` is for a name with https://."""
+    """`tls` is for a name with https://, which needs it."""
     self.name = name
     scheme, self.authority = split_scheme(name)
+    assert scheme == "http" or tls is not None, "a replica with https:// is never called in plain text"
     self.host, self.port = split_replica_address(self.authority)
     self.tls = tls if scheme == "https" else None
     self.place: ReplicaPlace | None = None
