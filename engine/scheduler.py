@@ -108,7 +108,7 @@ class Scheduler:
   def replace_drafter(self, drafter: Drafter) -> None:
     """Proposes drafts by `drafter` from now on. Call it before the first request, with speculation."""
     assert self._speculation is not None and not self._requests
-    self._speculation.drafter = drafter
+    self._speculation.replace_drafter(drafter)
 
   @property
   def num_waiting(self) -> int:

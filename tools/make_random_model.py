@@ -39,13 +39,13 @@ def read_shape(name: str) -> dict[str, Any]:
 def find_bench_model(name: str) -> tuple[pathlib.Path, bool]:
   """Returns the folder of a model to measure, and whether it has only a shape, so that its weights must be random.
 
-  Args: name: a folder of models/shapes, or demo.
+  Args: name: a folder of models/shapes, demo or demo_draft.
 
   Raises:
     ConfigError: the name is unknown.
   """
-  if name == "demo":
-    return SHAPES.parent / "demo", False
+  if name in ("demo", "demo_draft"):
+    return SHAPES.parent / name, False
   read_shape(name)
   return SHAPES / name, True
 

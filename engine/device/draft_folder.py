@@ -87,8 +87,12 @@ def open_draft(
     CheckpointError: the folder is no model.
     ConfigError: its model has no head of tokens, or another vocabulary, or the device cannot run it.
   """
-  if mesh.devices.flat[0].platform != "cpu":
-    raise ConfigError(f"draft_model={path:.200} needs a CPU so far; leave out --draft_model")
+  platform = mesh.devices.flat[0].platform
+  if platform != "cpu" or mesh.size > 1:
+    raise ConfigError(
+      f"draft_model={path:.200} needs one CPU so far, and the model is on {mesh.size} devices of {platform}; leave out "
+      "--draft_model"
+    )
   folder = str(_DEMO) if path == "demo" else path
   plain = dataclasses.replace(form, quantization="none", ordered=False)
   checkpoint = open_checkpoint(folder, mesh, dtype, plain, random_weights)

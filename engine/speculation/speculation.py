@@ -119,7 +119,7 @@ class Speculation:
   rows; after the step note_row for each row with drafts, and note_step.
 
   Attributes:
-    drafter: proposes the drafts; replaceable while there is no request.
+    drafter: proposes the drafts.
     model: takes what a draft model on the device proposed; None without one.
   """
 
@@ -158,6 +158,12 @@ class Speculation:
     self._step = 0  # for which find_drafts() has made proposals
     self._least_rate = 0.0  # drafts of the next step that are as unlikely as this are not considered
     self._has_failed = False  # a drafter has raised an error
+
+  def replace_drafter(self, drafter: Drafter) -> None:
+    """Proposes drafts by `drafter` alone; a ModelDrafter also takes what the draft model proposes. Before requests."""
+    self.drafter = drafter
+    if isinstance(drafter, ModelDrafter):
+      self.model = drafter
 
   # Requests.
 

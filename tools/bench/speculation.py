@@ -7,6 +7,9 @@ the chance --acceptance, and another token otherwise. A turn generates --tokens 
 compares them with the first engine's. `ratio` is the median over turns of the tokens a second with drafts to those
 without, and `quartiles` are around it. --acceptance=0 measures the cost of hopeless drafts. `ceiling` is the expected
 tokens of a row in a step, if all its drafts were verified at no cost.
+
+With --draft_model, drafts also cost what a draft model of that shape costs: it runs with random weights and the
+vocabulary of the other model, and the oracle replaces its tokens.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ import pathlib
 import random
 import statistics
 import sys
+import tempfile
 import time
 
 from engine.batch import MAX_DRAFTS
@@ -25,6 +29,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import UNBOUNDED_QUEUE
 from engine.speculation.drafter import Draft
+from engine.speculation.model_drafter import MODEL, ModelDrafter
 from tools.arguments import CommandParser, positive_int
 from tools.make_random_model import find_bench_model
 
@@ -45,14 +50,17 @@ class OracleDrafter:
 
   def propose(self, request: Request, count: int) -> Draft:
     """See Drafter."""
-    name = request.id.rpartition("-")[2]
-    first = len(request.output_token_ids)
-    truth = self.outputs[name][first : first + count]
-    tokens = [
+    return Draft(self.guess_tokens(request.id, len(request.output_token_ids), count), "oracle")
+
+  def guess_tokens(self, request_id: str, first: int, count: int) -> tuple[int, ...]:
+    """Returns the proposed output tokens [first, first + count) of a request, or fewer at its end."""
+    name = request_id.rpartition("-")[2]
+    if name not in self.outputs:
+      return ()
+    return tuple(
       token if random.Random(f"{name} {first + place}").random() < self._acceptance else token ^ 1
-      for place, token in enumerate(truth)
-    ]
-    return Draft(tuple(tokens), "oracle")
+      for place, token in enumerate(self.outputs[name][first : first + count])
+    )
 
   def forget(self, request_id: str) -> None:
     """See Drafter."""
@@ -63,6 +71,30 @@ class OracleDrafter:
 
   def restore_index(self, request: Request, num_indexed: int) -> None:
     """See Drafter."""
+
+
+class OracleModel(ModelDrafter):
+  """Takes the oracle's tokens in place of those of the draft model, as many and as often."""
+
+  def __init__(self, oracle: OracleDrafter):
+    super().__init__()
+    self._oracle = oracle
+
+  def take_proposal(self, request_id: str, position: int, tokens: Sequence[int]) -> None:
+    """See ModelDrafter."""
+    super().take_proposal(
+      request_id, position, self._oracle.guess_tokens(request_id, position - _PROMPT_TOKENS, len(tokens))
+    )
+
+
+def write_draft_shape(folder: pathlib.Path, draft_model: str, model: pathlib.Path) -> str:
+  """Writes the config.json of a draft model with the vocabulary and length of `model`; returns its folder."""
+  raw, served = (
+    json.loads((path / "config.json").read_text("utf-8")) for path in (find_bench_model(draft_model)[0], model)
+  )
+  raw |= {key: served[key] for key in ("vocab_size", "max_position_embeddings")}
+  (folder / "config.json").write_text(json.dumps(raw))
+  return str(folder)
 
 
 def generate(built: Built, turn: str, rows: int, tokens: int) -> tuple[float, list[tuple[int, ...]]]:
@@ -82,7 +114,7 @@ def generate(built: Built, turn: str, rows: int, tokens: int) -> tuple[float, li
   return time.perf_counter() - began, [tuple(request.output_token_ids) for request in requests]
 
 
-def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random: bool) -> Built:
+def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random: bool, draft_model: str = "") -> Built:
   """Builds an engine of the default ladder, with speculation if `drafts` is above 0."""
   longest = _PROMPT_TOKENS + tokens + 16
   options = BuildOptions(
@@ -92,7 +124,8 @@ def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random
     num_blocks=64 * (longest // 16 + 2),
     block_size=16,
     overlap=overlap,
-    speculation="ngram" if drafts else "none",
+    speculation="none" if not drafts else MODEL if draft_model else "ngram",
+    draft_model=draft_model if drafts else "",
     num_speculative_tokens=drafts or 1,
     prefix_cache_scope="off",
     **UNBOUNDED_QUEUE,
@@ -101,12 +134,20 @@ def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random
 
 
 def measure(
-  model: pathlib.Path, rows: int, acceptance: float, drafts: int, tokens: int, turns: int, overlap: str, is_random: bool
+  model: pathlib.Path,
+  rows: int,
+  acceptance: float,
+  drafts: int,
+  tokens: int,
+  turns: int,
+  overlap: str,
+  is_random: bool,
+  draft_model: str = "",
 ) -> dict[str, object]:
   """Returns the figures of one setting."""
-  plain, drafted = (build(model, tokens, count, overlap, is_random) for count in (0, drafts))
+  plain, drafted = (build(model, tokens, count, overlap, is_random, draft_model) for count in (0, drafts))
   oracle = OracleDrafter(acceptance)
-  drafted.engine.replace_drafter(oracle)
+  drafted.engine.replace_drafter(OracleModel(oracle) if draft_model else oracle)
   _, outputs = generate(plain, "first", rows, tokens)
   oracle.outputs = {str(row): output for row, output in enumerate(outputs)}
   plain.runner.seal()  # the second engine compiled after the first one was ready
@@ -143,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--tokens", type=positive_int, default=96, help="tokens of each sequence")
   parser.add_argument("--turns", type=positive_int, default=10, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="false", choices=("auto", "true", "false"), help="see the server's flag")
+  parser.add_argument("--draft_model", default="", help="a folder of models/shapes, or demo_draft; empty: no passes")
   args = parser.parse_args(argv)
   if not 0 <= args.acceptance <= 1:
     parser.error(f"--acceptance={args.acceptance:g} is outside 0 to 1")
@@ -150,10 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     model, is_random = find_bench_model(args.shape)
     figures = args.rows, args.acceptance, args.drafts, args.tokens, args.turns, args.overlap
-    found = measure(model, *figures, is_random)
+    with tempfile.TemporaryDirectory() as folder:
+      draft = write_draft_shape(pathlib.Path(folder), args.draft_model, model) if args.draft_model else ""
+      found = measure(model, *figures, is_random, draft)
   except EngineError as error:
     return parser.failed(error)
-  print(json.dumps(chosen | found))
+  print(json.dumps(chosen | ({"draft_model": args.draft_model} if args.draft_model else {}) | found))
   return 0
 
 

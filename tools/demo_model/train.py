@@ -134,14 +134,14 @@ def decoder(params: Params, model: ModelConfig = MODEL) -> Decoder:
   return nnx.merge(graph, jax.tree_util.tree_map_with_path(assemble, leaves))
 
 
-def read_weights(folder: str) -> Params:
+def read_weights(folder: str, model: ModelConfig = MODEL) -> Params:
   """Float32 weights of a model folder (Hugging Face's or Sluice's) under their Hugging Face names; undoes `decoder`."""
   loaded = open_checkpoint(folder, make_mesh(jax.devices()[:1]), jnp.dtype(jnp.float32)).load()
-  if loaded.config != MODEL:
-    raise ValueError(f"{folder} is {loaded.config}, but this script trains {MODEL}")
+  if loaded.config != model:
+    raise ValueError(f"{folder} is {loaded.config}, but this script trains {model}")
   params = {}
   for path, value in jax.tree_util.tree_leaves_with_path(loaded.params):
-    for piece in tensors(MODEL)[parameter_name(path)]:
+    for piece in tensors(model)[parameter_name(path)]:
       params[piece.name] = value[piece.box()].transpose(np.argsort(piece.order)).reshape(piece.shape)
   return params
 

@@ -114,11 +114,11 @@ def test_good_and_cheap_proposals_pay(overlap: bool, names: str):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("right", "pass_seconds"), [(0.9, 0.02), (0.0, 0.0001)])
-def test_proposals_that_do_not_pay_are_tried_only(right: float, pass_seconds: float, overlap: bool):
-  """Too slow, or never right: few steps propose."""
+@pytest.mark.parametrize(("right", "pass_seconds", "most"), [(0.9, 0.02, 5), (0.0, 0.0001, 24)])
+def test_proposals_that_do_not_pay_are_tried_only(right: float, pass_seconds: float, most: int, overlap: bool):
+  """Too slow: only to measure them. Never right: less and less often."""
   speed_up, proposing, _ = run_script(right, pass_seconds, overlap)
-  assert 3 <= proposing < 24, (speed_up, proposing)
+  assert 3 <= proposing <= most, (speed_up, proposing)
 
 
 def test_requests_without_drafts_of_the_model_cost_no_pass():
