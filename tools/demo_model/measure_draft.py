@@ -21,7 +21,8 @@ import numpy as np
 import tokenizers
 
 from engine.batch import MAX_DRAFTS
-from sluice import LLM, SamplingParams
+from extensions.python_api.llm import LLM
+from extensions.python_api.sampling_params import SamplingParams
 from tools.arguments import parse_flags
 from tools.demo_model import corpus, skills
 from tools.demo_model.train import PAD, Params, chat_ids, forward, logits, read_weights
