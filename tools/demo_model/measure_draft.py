@@ -31,7 +31,7 @@ from tools.demo_model.train_draft import MODEL
 _MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
 _LONGEST = 512  # tokens of a prompt and its output
 _OUTPUT = 120
-_KINDS = ("story", "copy", "reverse", "json", "recall")
+KINDS = ("story", "copy", "reverse", "json", "recall")
 
 
 def make_messages(kind: str, count: int) -> list[list[dict[str, str]]]:
@@ -94,7 +94,7 @@ def main(_) -> None:
     LLM(model, **settings) as plain,
     LLM(model, speculation="draft", draft_model=f.draft_model, **settings) as drafted,
   ):
-    for kind in _KINDS:
+    for kind in KINDS:
       prompts = [chat_ids(tok, messages) for messages in make_messages(kind, f.requests)]
       prompts = [prompt for prompt in prompts if len(prompt) + _OUTPUT <= _LONGEST]
       line: dict[str, object] = {"kind": kind, "requests": len(prompts)}
