@@ -68,11 +68,11 @@ class Batch:
       more after each accepted draft: up to 1 + num_drafts[r] tokens. A draft is accepted if it equals the token sampled
       before it. KV after the last accepted draft is never read. Until the step commits, its request must have no other
       row.
-    num_proposals: tokens that a draft model on the device proposes after each sampling row; 0 or its own number.
     repeats: this step repeats the previous one, a position later: the same rows, rung and columns, no admissions, and
       one token a row, which the device knows. It may differ in num_proposals.
     padded_tokens: tokens after the padding of the batching mode, before the ladder rounds up; above num_tokens only for
       static and dynamic batching. A device may skip the ladder's padding, but not this.
+    num_proposals: tokens that a draft model on the device proposes after each sampling row; 0 or its own number.
   """
 
   step: int
@@ -89,8 +89,8 @@ class Batch:
   masks: tuple[tuple[int, bytes], ...] = ()
   padded_tokens: int = 0
   num_drafts: tuple[int, ...] = ()
-  num_proposals: int = 0
   repeats: bool = False
+  num_proposals: int = 0
 
   @property
   def num_tokens(self) -> int:

@@ -62,6 +62,7 @@ class StepEncoder:
 
   def encode_step(self, batch: Batch) -> tuple[Kind, bytes]:
     """Returns the kind and the body of a step's frame."""
+    assert not batch.num_proposals, "a draft model runs on one host"
     latest, self._latest = self._latest, batch
     if latest is not None and _is_repetition(latest, batch):
       return Kind.REPEAT, _encode((batch.step, batch.new_blocks))
