@@ -66,8 +66,10 @@ class Batch:
     num_drafts: number of draft tokens at the end of each row, at most MAX_DRAFTS, or () without drafts. A row with
       drafts has counts[r] = num_logits[r] = 1 + num_drafts[r]. It samples a token after its last known token, and one
       more after each accepted draft: up to 1 + num_drafts[r] tokens. A draft is accepted if it equals the token sampled
-      before it. KV after the last accepted draft is never read. Until the step commits, its request must have no other
-      row.
+      before it. KV after the last accepted draft is never read.
+    behind: for each row, the drafts of its request in the step before, if that is not committed, or () without any.
+      starts[r] counts them all as accepted; the device subtracts those that it rejected. Such a row samples, and its
+      first token is the one on the device. A constrained row is behind none.
     repeats: this step repeats the previous one, a position later: the same rows, rung and columns, no admissions, and
       one token a row, which the device knows. It may differ in num_proposals.
     padded_tokens: tokens after the padding of the batching mode, before the ladder rounds up; above num_tokens only for
@@ -90,6 +92,7 @@ class Batch:
   padded_tokens: int = 0
   num_drafts: tuple[int, ...] = ()
   repeats: bool = False
+  behind: tuple[int, ...] = ()
   num_proposals: int = 0
 
   @property

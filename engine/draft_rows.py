@@ -31,32 +31,24 @@ class DraftPlanner:
 
   Attributes:
     drafted_step: the latest step with drafts.
+    awaited_step: the latest step whose requests have no other row until it commits.
   """
 
   def __init__(self, config: EngineConfig):
-    self.drafted_step = -1
+    self.drafted_step = self.awaited_step = -1
     self._config, self._ladder = config, config.ladder
 
   def find_drafts(
-    self,
-    speculation: Speculation,
-    step: int,
-    num_running: int,
-    in_flight: Collection[int],
-    constrained_step: int,
-    may_repeat: bool,
+    self, speculation: Speculation, step: int, num_running: int, in_flight: Collection[int], may_repeat: bool
   ) -> bool:
     """Returns whether a request has drafts that step `step` could verify.
 
     Args:
       in_flight: uncommitted steps.
-      constrained_step: the latest step in which a constrained request decoded.
       may_repeat: the step could repeat the one before, in which all requests decode. Then it also returns False for
         drafts that do not pay.
     """
-    # With overlap, drafts of all requests share a step, so that they wait together.
-    in_turn = self.drafted_step not in in_flight and constrained_step not in in_flight
-    if not in_turn or num_running >= self._ladder.max_logits:
+    if self.awaited_step in in_flight or num_running >= self._ladder.max_logits:
       speculation.skip_drafts()
       return False
     if not speculation.find_drafts(step):
@@ -64,7 +56,7 @@ class DraftPlanner:
     if not may_repeat:
       return True
     most = min(self._ladder.max_tokens, self._ladder.max_logits) - num_running
-    return speculation.may_pay(PlannedStep(num_running, num_running, 0, 0, most, 0), len(in_flight))
+    return speculation.may_pay(PlannedStep(num_running, num_running, 0, 0, most, 0, may_wait=True), len(in_flight))
 
   def add_drafts(
     self,
@@ -93,6 +85,8 @@ class DraftPlanner:
       num_others=len(plan.requests),
       most_drafts=min(ladder.max_tokens - size.num_tokens, ladder.max_logits - size.num_logits),
       num_padding=size.shape.tokens - size.num_tokens if self._config.computes_padding else 0,
+      may_wait=len(decodes) == size.num_running,
+      is_behind=any(request.num_drafts for request in decodes),
     )
     if not speculation.knows_step(step):
       return 0
@@ -123,7 +117,7 @@ class DraftPlanner:
       plan.drafted.append((request, known + candidate.tokens[:count], candidate.masks[:count]))
       masks_left -= len(candidate.masks[:count])
       request.num_computed_tokens += count
-      request.num_drafts = count
+      request.num_drafts += count
       speculation.start_row(request)
       drafted.add(candidate.row)
       total += count
@@ -131,4 +125,6 @@ class DraftPlanner:
       rows = [row for row in range(len(decodes)) if row not in drafted]
       decodes[:], starts[:] = [decodes[row] for row in rows], [starts[row] for row in rows]
       self.drafted_step = size.step
+      if speculation.waits:
+        self.awaited_step = size.step
     return total

@@ -485,6 +485,7 @@ def batch_line(batch: Batch, computes_padding: bool) -> dict:
     "num_decodes": batch.token_ids.count(()),
     **({"num_drafts": list(batch.num_drafts)} if batch.num_drafts else {}),
     **({"num_proposals": batch.num_proposals} if batch.num_proposals else {}),
+    **({"behind": list(batch.behind)} if batch.behind else {}),
     "blocks": _digest([blocks, batch.new_blocks]),
     "inputs": _digest([told, batch.token_ids]),
   }

@@ -102,7 +102,7 @@ class Request:
   num_computed_tokens: int = 0
   num_cached_tokens: int = 0
   num_in_flight: int = 0  # rows that sample in launched steps whose values are not known yet
-  num_drafts: int = 0  # of its row in flight
+  num_drafts: int = 0  # of its rows in flight
   num_preemptions: int = 0
   num_lost_tokens: int = 0  # computed tokens lost to preemptions
   first_scheduled_time: float | None = None

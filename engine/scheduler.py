@@ -13,9 +13,10 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
   - A constrained request has no row while one of its tokens is in flight, because the next mask needs that token. With
     overlap, all constrained requests decode together in every second step; other requests do not wait.
   - A block may be freed while a launched step still writes to it, because steps run in order of launch.
-  - The plan of a row with drafts assumes that all are accepted; commit takes back the rejected ones. Until then its
-    request has no other row. Drafts join a step that is already planned: they preempt nobody, and delay no admission.
-    A block for rejected drafts stays with its request, which soon needs it.
+  - The plan of a row with drafts assumes that all are accepted; commit takes back the rejected ones. So does the plan
+    of the request's next row, which may be launched before that (Batch.behind); the device then starts it where the
+    accepted ones end. Drafts join a step that is already planned: they preempt nobody, and delay no admission. A block
+    for rejected drafts stays with its request, which soon needs it.
   - Planning may evict cached blocks whose copies go to the host pool. Whoever launches the step starts them before it.
 """
 
@@ -229,7 +230,7 @@ class Scheduler:
     # Steps that repeat cost the host less, so drafts must pay for leaving them.
     may_repeat = bool(self._steady.steps_left) and not may_join
     has_drafts = self._speculation is not None and self._drafts.find_drafts(
-      self._speculation, self._num_steps, len(self._running), self._launched, self._constrained_step, may_repeat
+      self._speculation, self._num_steps, len(self._running), self._launched, may_repeat
     )
     planned = None
     if not (may_join or has_drafts):
@@ -264,6 +265,7 @@ class Scheduler:
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
     # New constrained requests join the step of the others; rows in both steps would make both more expensive.
     held = self._constrained_step in self._launched
+    awaits = self._drafts.awaited_step in self._launched
     policy.begin_step(running, self._waiting.requests)
     if policy.is_dynamic:
       self._update_ranks(now)
@@ -279,7 +281,7 @@ class Scheduler:
           continue
         if constrained and request.constraint is not None and (held or request.num_in_flight):
           continue  # until the constraint accepts the token in flight
-        if request.num_drafts:
+        if awaits and request.num_drafts:
           continue  # until their number of accepted ones is known
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
@@ -337,6 +339,7 @@ class Scheduler:
   ) -> tuple[Batch, list[Request]]:
     """Freezes the plan: decodes, then those with drafts, then other rows. Also returns the rows' requests."""
     columns = self._steady.columns_of(decodes)
+    behind = plan.list_behind(decodes) if self._speculation is not None else ()
     more_requests, more_counts, more_logits, more_samples, more_token_ids = [], [], [], [], []
     for request, tokens, _ in plan.drafted:
       starts.append(request.num_computed_tokens - len(tokens))
@@ -374,7 +377,7 @@ class Scheduler:
     if masks and masks[0][0] < len(decodes) + len(plan.drafted):
       self._constrained_step = step
     all_starts = tuple(starts)
-    was_alone, columns.alone = columns.alone, not more_requests
+    was_alone, columns.alone = columns.alone, not (more_requests or behind)
     if columns.alone and len(rows) == len(self._running) and not (self._looks_at_all or self._num_constrained):
       self._steady.begin_run(all_starts)
     batch = Batch(
@@ -393,6 +396,7 @@ class Scheduler:
       padded_tokens=padded,
       num_drafts=plan.count_drafts(len(decodes)),
       repeats=was_alone and columns.alone,
+      behind=behind,
     )
     return batch, rows
 
@@ -651,12 +655,12 @@ class Scheduler:
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)
     events = None
-    if not (verdicts.done or verdicts.failed):
+    if not (verdicts.done or verdicts.failed or batch.behind):
       events = self._steady.commit_step(rows, batch, result, self._publish if self.config.shares_prefixes else None)
     if events is None:
       events = self._commit_rows(rows, batch, result, now, verdicts)
     if self._speculation is not None and result.proposals:
-      self._speculation.take_proposals(rows, batch, result)
+      self._speculation.take_proposals(rows, result)
     return events
 
   def _commit_rows(
@@ -666,13 +670,13 @@ class Scheduler:
     done, failed, num_taken = verdicts.done or None, verdicts.failed or None, verdicts.num_taken
     block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
-    bad_rows, logprobs, drafts = result.bad_rows, result.logprobs, batch.num_drafts
+    bad_rows, logprobs, drafts, behind = result.bad_rows, result.logprobs, batch.num_drafts, batch.behind
     embeddings = result.embeddings or None
     events: list[TokenEvent] = []
     columns = zip(rows, batch.starts, batch.counts, batch.samples, batch.token_ids, result.tokens_by_row(), strict=True)
     for row, (request, start, count, samples, inputs, tokens) in enumerate(columns):
       if drafts and drafts[row]:
-        request.num_drafts = 0
+        request.num_drafts -= drafts[row]
       if request.status is finished:
         continue
       if bad_rows and row in bad_rows:
@@ -688,6 +692,10 @@ class Scheduler:
       if failed and row in failed and not num_taken.get(row):
         events.append(self._finish_failed(request, failed[row]))
         continue
+      num_before = 0  # rejected drafts of the request's row before this one
+      if behind and behind[row]:  # the last known token is its first input, whatever was rejected
+        planned, start = start, request.num_prompt_tokens + len(request.output_token_ids) - 1
+        num_before = planned - start
       end = start + count  # positions with valid KV, without rejected drafts
       entries = logprobs.get(row, ()) if logprobs else ()
       if not samples:
@@ -697,7 +705,7 @@ class Scheduler:
           request.num_computed_tokens -= drafts[row] + 1 - len(tokens)
         num_sampled = len(tokens)
         if self._speculation is not None:
-          self._speculation.note_row(request, drafts[row], num_sampled - 1, self._num_steps)
+          self._speculation.note_row(request, drafts[row], num_sampled - 1, self._num_steps, num_before)
         tokens = self._up_to_the_end(request, end - drafts[row], tokens)[: num_taken.get(row)]
         end += len(tokens) - 1 - drafts[row]
         entries = entries[: len(entries) - (num_sampled - len(tokens))]

@@ -43,6 +43,7 @@ def scheduler_state(scheduler: Scheduler) -> dict:
     "num_arrivals": scheduler._num_arrivals,
     "constrained_step": scheduler._constrained_step,
     "drafted_step": scheduler._drafts.drafted_step,
+    "awaited_step": scheduler._drafts.awaited_step,
     "speculation": scheduler._speculation and scheduler._speculation.state(),
     "num_preemptions": scheduler.num_preemptions,
     "next_deadline": None if scheduler._next_deadline == float("inf") else scheduler._next_deadline,
@@ -69,6 +70,7 @@ def restore_scheduler(state: dict) -> Scheduler:
   scheduler._policy.restore_state(state["policy"])
   scheduler._constrained_step = state.get("constrained_step", -1)
   scheduler._drafts.drafted_step = state.get("drafted_step", -1)
+  scheduler._drafts.awaited_step = state.get("awaited_step", -1)
   if scheduler._speculation is not None:
     scheduler._speculation.restore_state(state["speculation"], live)
   scheduler._num_constrained = sum(request.constraint is not None for request in live.values())

@@ -42,3 +42,9 @@ class StepPlan:
       return ()
     drafts = [len(tokens) - 1 for _, tokens, _ in self.drafted]
     return (0,) * num_plain + tuple(drafts) + (0,) * len(self.requests)
+
+  def list_behind(self, decodes: list[Request]) -> tuple[int, ...]:
+    """Returns Batch.behind, for rows in the same order."""
+    behind = [request.num_drafts for request in decodes]
+    behind += [request.num_drafts - (len(tokens) - 1) for request, tokens, _ in self.drafted]
+    return (*behind, *(0,) * len(self.requests)) if any(behind) else ()

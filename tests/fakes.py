@@ -102,7 +102,7 @@ class FakeRunner(FakeDevice):
     latest = self._latest
     return (
       latest is not None
-      and not (any(batch.token_ids) or any(latest.token_ids) or batch.admissions)
+      and not (any(batch.token_ids) or any(latest.token_ids) or batch.admissions or batch.behind or latest.behind)
       and (batch.shape, batch.slots, batch.request_ids) == (latest.shape, latest.slots, latest.request_ids)
       and batch.starts == tuple(start + 1 for start in latest.starts)
     )
@@ -118,6 +118,7 @@ class FakeRunner(FakeDevice):
       batch.samples,
       batch.token_ids,
       batch.num_drafts or batch.slots,
+      batch.behind or batch.slots,
     ):
       assert len(column) == num_rows, "columns differ in length"
     assert len(set(batch.slots)) == num_rows == len(set(batch.request_ids)), "a request has two rows"
@@ -194,7 +195,10 @@ class FakeRunner(FakeDevice):
   ) -> list[int]:
     assert isinstance(slot, _CheckedSlot)
     block_size = self.config.block_size
-    start, count = batch.starts[row], batch.counts[row]
+    start, count = self._start_of(batch, row, slot), batch.counts[row]
+    behind = batch.behind[row] if batch.behind else 0
+    assert not behind or not slot.admission.constrained, "the next mask of a constrained row needs its tokens"
+    assert not behind or slot.num_rejected <= behind, "more drafts were rejected than the row is behind"
     assert count >= 1, "a row without tokens"
     assert 0 <= batch.num_logits[row] <= count
     drafts = batch.num_drafts[row] if batch.num_drafts else 0

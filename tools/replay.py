@@ -132,6 +132,7 @@ def _batch(line: dict[str, Any]) -> Batch:
     token_ids=tuple(token_ids),
     num_drafts=num_drafts,
     num_proposals=line.get("num_proposals", 0),
+    behind=tuple(line.get("behind", ())),
   )
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.device import kv_cache, sampler
-from engine.device.model_input import Column, Flag, ModelInput, StepLayout, unpack
+from engine.device.model_input import Column, Flag, ModelInput, StepLayout, take_back_rejected, unpack
 from engine.device.programs import Program, ProgramSpec, layer_key, step_options, zeros_program
 from engine.device.sampler import Sampled
 from engine.shapes import StepShape
@@ -32,7 +32,7 @@ def _fill_kv(
 ) -> kv_cache.Buffers:
   """Computes the draft model's keys and values of the step's tokens; see `fill`."""
   waiting = inputs.tokens < 0
-  tokens = jnp.where(waiting, before[jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
+  tokens = jnp.where(waiting, before[0, jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
   groups = spec.attention_groups(shape)
   ragged = tuple(attention.meta(inputs.block_tables, inputs.kv_lens, inputs.query_starts) for _, attention in groups)
   meta = AttentionMeta(ragged, inputs.slot_mapping)
@@ -92,14 +92,15 @@ def fill(
   Args:
     spec, layout: static; the layout is the target's.
     params, kv: of the draft model; kv is donated, like the next one.
-    before, after: int32[slots + 1], last_tokens before and after the target's step.
+    before, after: int32[2, slots + 1], last_tokens before and after the target's step.
     output: of the target's step, int32[3, L].
     packed: of the target's step.
 
   Returns:
     kv, a copy of `after`, and int32[1, 1] that exists when the program is done.
   """
-  kv = _fill_kv(spec, layout.shape, _decoder(spec, params), kv, before, unpack(layout, packed))
+  inputs = take_back_rejected(unpack(layout, packed), before[1], spec.block_size)
+  kv = _fill_kv(spec, layout.shape, _decoder(spec, params), kv, before, inputs)
   return kv, after, output[:1, :1]
 
 
@@ -118,7 +119,7 @@ def propose(
 
   A row's proposals follow the last token that the step gave it. Those of rows without such a token are arbitrary.
   """
-  inputs, decoder = unpack(layout, packed), _decoder(spec, params)
+  inputs, decoder = take_back_rejected(unpack(layout, packed), before[1], spec.block_size), _decoder(spec, params)
   kv = _fill_kv(spec, layout.shape, decoder, kv, before, inputs)
   num_rows = layout.shape.rows
   groups = spec.attention_groups(StepShape(num_rows, num_rows, num_rows))

@@ -39,6 +39,7 @@ class Flag(enum.IntFlag):
   LOGPROB = 128  # log probability of the row's own token
   TOP_LOGPROBS = 256  # log probabilities of the most likely tokens
   MASK = 512  # allows only tokens of a mask
+  BEHIND = 1024  # its position counts drafts of the step before, of which the device knows how many it rejected
 
 
 class Column(enum.IntEnum):
@@ -60,6 +61,8 @@ class Column(enum.IntEnum):
   TOKEN = 13  # index of the logit row's token in the packed token axis
   NUM_DRAFTS = 14  # drafts of its sequence up to its own token, which the preceding logit rows verify
   DRAFT = 15  # its own token, a draft if NUM_DRAFTS is above 0, else arbitrary
+  LATER_DRAFTS = 16  # drafts of its sequence after its own token
+  MIN_LENGTH = 17  # of SUPPRESS rows: tokens at which the request reaches min_tokens
 
 
 _NUM_SLOT_COLUMNS = Column.FLAGS + 1
@@ -103,6 +106,8 @@ class StepLayout:
       "used": (2,),  # numbers of leading tokens and logit rows in use
       "query_starts": (s + 1,),
       "kv_lens": (s,),
+      "behind_slots": (s,),  # of rows behind drafts 1 + slot, else 0
+      "behind_rows": (t,),  # of tokens of these rows 1 + row, else 0
       "columns": (len(Column), logits),
       "stop_ids": (logits, self.num_stop_ids),
       **{f"plan {number}": (plan.size,) for number, plan in enumerate(self.plans)},
@@ -162,6 +167,8 @@ class ModelInput:
   plans: tuple[jax.Array, ...]  # int32[size] for each of layout.plans
   num_tokens: jax.Array  # int32[1], tokens in use
   num_logit_rows: jax.Array  # int32[1], logit rows in use
+  behind_slots: jax.Array  # int32[S]; see StepLayout.fields
+  behind_rows: jax.Array  # int32[T]
   logit_tokens: jax.Array  # int32[L], index into the token axis
   sampling: SamplingRows
   adapter_slots: jax.Array | None  # int32[T]; 0 is none
@@ -185,9 +192,40 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     plans=tuple(field(f"plan {number}") for number in range(len(layout.plans))),
     num_tokens=used[:1],
     num_logit_rows=used[1:],
+    behind_slots=field("behind_slots"),
+    behind_rows=field("behind_rows"),
     logit_tokens=columns[Column.TOKEN],
     sampling=SamplingRows(columns, field("stop_ids")),
     adapter_slots=field("adapter_slots") if layout.has_adapters else None,
+  )
+
+
+def take_back_rejected(inputs: ModelInput, rejected: jax.Array, block_size: int) -> ModelInput:
+  """Moves rows behind drafts back by the rejected ones. Of a step without such rows it returns equal values.
+
+  Args:
+    rejected: int32[slots + 1], drafts of each slot's latest row that were rejected.
+    block_size: tokens a block.
+  """
+  slots, rows = inputs.behind_slots, inputs.behind_rows
+  of_row = jnp.where(slots > 0, rejected[jnp.maximum(slots - 1, 0)], 0)
+  row = jnp.maximum(rows - 1, 0)
+  of_token = jnp.where(rows > 0, of_row[row], 0)
+  positions = inputs.positions - of_token
+  places = inputs.block_tables[row, positions // block_size] * block_size + positions % block_size
+  sampling = inputs.sampling
+  columns, behind = sampling.columns, sampling.has(Flag.BEHIND)
+  position = columns[Column.POSITION] - jnp.where(behind, rejected[columns[Column.SLOT]], 0)
+  # The host has decided this for other rows.
+  reaches = behind & (position >= columns[Column.MIN_LENGTH])
+  flags = jnp.where(reaches, columns[Column.FLAGS] & ~jnp.int32(int(Flag.SUPPRESS)), columns[Column.FLAGS])
+  columns = columns.at[Column.POSITION].set(position).at[Column.FLAGS].set(flags)
+  return dataclasses.replace(
+    inputs,
+    positions=positions,
+    kv_lens=inputs.kv_lens - of_row,
+    slot_mapping=jnp.where(of_token > 0, places, inputs.slot_mapping),
+    sampling=dataclasses.replace(sampling, columns=columns),
   )
 
 
@@ -197,12 +235,17 @@ def _field(layout: StepLayout, packed: np.ndarray, name: str) -> np.ndarray:
   return packed[offset : offset + math.prod(shape)].reshape(shape)
 
 
-def _make_plans(layout: StepLayout, packed: np.ndarray) -> None:
-  """Fills the plans from the packed rows."""
+def _make_plans(layout: StepLayout, packed: np.ndarray, behind: Sequence[int] = ()) -> None:
+  """Fills the plans from the packed rows.
+
+  Args: behind: as in Batch.
+  """
   for number, plan in enumerate(layout.plans):
-    _field(layout, packed, f"plan {number}")[:] = plan.make_work(
-      _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
-    )
+    kv_lens = least = _field(layout, packed, "kv_lens")
+    if behind:
+      least = kv_lens.copy()
+      least[: len(behind)] -= behind
+    _field(layout, packed, f"plan {number}")[:] = plan.make_work(_field(layout, packed, "query_starts"), kv_lens, least)
 
 
 def flags_of(params: SamplingParams) -> Flag:
@@ -431,7 +474,7 @@ class Packer:
       return packed, latest.rows
     packed.fill(0)
     rows = self._pack(batch, layout, packed)
-    repeats = rows.plain and not any(batch.token_ids)
+    repeats = rows.plain and not any(batch.token_ids) and not batch.behind
     self._latest = _Repetition(batch, layout, packed, rows) if repeats else None
     return packed, rows
 
@@ -486,7 +529,11 @@ class Packer:
     field("slot_mapping")[:total] = blocks * self._block_size + offsets
     if layout.has_adapters and self._adapted:
       field("adapter_slots")[:total] = self._adapter_slots[slots[row_of_token]]
-    _make_plans(layout, packed)
+    if batch.behind:
+      is_behind = np.array(batch.behind, np.int32) > 0
+      field("behind_slots")[:rows] = np.where(is_behind, slots + 1, 0)
+      field("behind_rows")[:total] = np.where(is_behind, np.arange(1, rows + 1), 0)[row_of_token]
+    _make_plans(layout, packed, batch.behind)
     return self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
 
   def _pack_logit_rows(
@@ -517,11 +564,15 @@ class Packer:
     live[Column.TOKEN] = ends[row] - 1 - back
     flags = live[Column.FLAGS]
     flags *= final
-    suppress = final & (live[Column.POSITION] < self._min_lens[slot])
+    behind = np.array(batch.behind, np.int32)[row] if batch.behind else 0
+    suppress = final & (live[Column.POSITION] - behind < self._min_lens[slot])
     suppresses = bool(suppress.any())
     if suppresses:
       flags[suppress] |= int(Flag.SUPPRESS)
+      live[Column.MIN_LENGTH] = self._min_lens[slot]
       _field(layout, packed, "stop_ids")[:total] = self._stop_ids[slot]
+    if batch.behind:
+      flags[behind > 0] |= int(Flag.BEHIND)
     drafts = ()
     if any(batch.num_drafts):
       drafts = self._pack_drafts(batch, _field(layout, packed, "tokens"), live, logit_ends, back, row)
@@ -559,6 +610,7 @@ class Packer:
     number = (of_row - back) * (of_row > 0)
     assert (number >= 0).all(), "a row with drafts has logit rows of other positions"
     live[Column.NUM_DRAFTS] = number
+    live[Column.LATER_DRAFTS] = of_row - number
     live[Column.DRAFT] = tokens[live[Column.TOKEN]]
     masked = np.flatnonzero((number > 0) & ((live[Column.FLAGS] & int(Flag.MASK)) != 0))
     assert len(masked) <= MAX_DRAFT_MASKS, (

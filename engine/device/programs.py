@@ -21,7 +21,7 @@ import numpy as np
 from engine.batch import MAX_DRAFT_MASKS
 from engine.device import kv_cache, sampler, split_sampler
 from engine.device import mesh as mesh_lib
-from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, unpack
+from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, take_back_rejected, unpack
 from engine.device.sampler import SlotState
 from engine.device.split_sampler import VocabularySplit
 from engine.shapes import StepShape
@@ -175,7 +175,7 @@ class ProgramSpec:
 
   @property
   def last_tokens(self) -> jax.ShapeDtypeStruct:
-    return self.whole((self.num_slots + 1,), jnp.int32)
+    return self.whole((2, self.num_slots + 1), jnp.int32)
 
   @property
   def slot_state(self) -> SlotState:
@@ -250,7 +250,7 @@ def step(
     spec, layout: static.
     params: the model's leaves.
     kv: one buffer a layer; donated, like the next two.
-    last_tokens: int32[slots + 1], the newest token of each slot.
+    last_tokens: int32[2, slots + 1], the newest token of each slot, and the rejected drafts of its latest row.
     slot_state: the sampler's state.
     packed: int32[layout.size], see model_input.
     adapters: as spec.adapters; () for a step whose rows have none.
@@ -261,11 +261,11 @@ def step(
     - int32[2, L, sampler.num_alternatives(V)]: ids of the most likely tokens, bits of their log probabilities
     - with spec.embeds, f32[L, D]: hidden states after the final norm
   """
-  inputs = unpack(layout, packed)
+  inputs = take_back_rejected(unpack(layout, packed), last_tokens[1], spec.block_size)
   rows = inputs.sampling
   decoder = nnx.merge(spec.graphdef, jax.tree.unflatten(spec.params_tree, params))
   waiting = inputs.tokens < 0
-  tokens = jnp.where(waiting, last_tokens[jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
+  tokens = jnp.where(waiting, last_tokens[0, jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
   groups = spec.attention_groups(layout.shape)
   plans: dict[Plan | None, jax.Array] = dict(zip(layout.plans, inputs.plans, strict=True))
   rows_of_step = inputs.block_tables, inputs.kv_lens, inputs.query_starts
@@ -303,7 +303,7 @@ def step(
   slots = jnp.where(rows.has(Flag.SAMPLE) & is_last, rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
     sampled = lax.optimization_barrier(sampled)  # otherwise XLA would sample only the returned rows
-  last_tokens = last_tokens.at[slots].set(sampled.tokens)
+  last_tokens = last_tokens.at[:, slots].set(jnp.stack([sampled.tokens, rows[Column.LATER_DRAFTS]]))
   output, top = sampled.pack()
   num_logits = layout.shape.logits
   outputs = (output[:, :num_logits], top[:, :num_logits])

@@ -21,10 +21,17 @@ class StepOption(NamedTuple):
 
 
 class DraftChoice(NamedTuple):
-  """Attributes: counts: number of drafts for each row; rate: expected tokens a second with them."""
+  """What a step gets.
+
+  Attributes:
+    counts: number of drafts for each row.
+    rate: expected tokens a second with them.
+    waits: the next step waits for them.
+  """
 
   counts: list[int]
   rate: float
+  waits: bool = False
 
 
 def choose_drafts(chances: Sequence[Sequence[float]], option: StepOption, least_rate: float, most: int) -> DraftChoice:

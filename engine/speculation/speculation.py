@@ -11,8 +11,12 @@ accepted, and at a limited number of the rest in turn.
 A draft model on the device takes time whether its proposals are used or not. So it proposes only after steps where
 drafts as good as its latest ones would pay, and steps with proposals are measured apart from others.
 
-With overlap, a request whose drafts are in flight has no row until they are committed, because its length is unknown.
-So drafts must bring more than the row that it loses, unless all requests wait: then no step runs in between.
+With overlap, a step is planned while the tokens of the one before are unknown. A drafter then guesses past the token
+and the drafts in flight, so its drafts are less likely. If all requests have drafts, the next step may wait instead
+until these are committed. That costs the host's time, and then nothing is unknown.
+
+Drafts suit one number of rejected drafts before them alone. If their row turns out to begin elsewhere, they are lost,
+and so known to be rejected before they are computed: the drafts of the next row follow the token before them.
 """
 
 from collections import OrderedDict
@@ -79,6 +83,8 @@ class PlannedStep(NamedTuple):
     num_others: other rows, which are of prompts.
     most_drafts: drafts that tokens and logit rows of the largest rung allow.
     num_padding: tokens that the device would compute as padding.
+    may_wait: every running request has a decode in it, so that the next step may wait for it.
+    is_behind: drafts of its requests are in flight.
   """
 
   num_tokens: int
@@ -87,6 +93,8 @@ class PlannedStep(NamedTuple):
   num_others: int
   most_drafts: int
   num_padding: int
+  may_wait: bool = False
+  is_behind: bool = False
 
 
 class _Tracked:
@@ -98,10 +106,12 @@ class _Tracked:
     num_failures: rows in a row without an accepted draft.
     wakes_at: step at which it is looked at again, or AWAKE. Of a constrained request only the drafter's drafts rest.
     draft: the proposal for the next step.
-    source: of the drafts in flight.
+    num_expected: rejected drafts before its row to which the proposal fits.
+    rows: of each row with drafts in flight, in order, the source and `num_expected`.
+    is_lost: the drafts in flight are known to be rejected.
   """
 
-  __slots__ = ("request", "trials", "num_failures", "wakes_at", "draft", "source")
+  __slots__ = ("request", "trials", "num_failures", "wakes_at", "draft", "num_expected", "rows", "is_lost")
 
   def __init__(self, request: Request):
     self.request: Request | None = request
@@ -109,7 +119,9 @@ class _Tracked:
     self.num_failures = 0
     self.wakes_at = AWAKE
     self.draft = NO_DRAFT
-    self.source = ""
+    self.num_expected = 0
+    self.rows: list[tuple[str, int]] = []
+    self.is_lost = False
 
 
 class Speculation:
@@ -121,6 +133,7 @@ class Speculation:
   Attributes:
     drafter: proposes the drafts.
     model: takes what a draft model on the device proposed; None without one.
+    waits: the next step waits for the drafts of the latest choose_counts.
   """
 
   def __init__(self, config: EngineConfig):
@@ -132,6 +145,7 @@ class Speculation:
       self.drafter = self.model
     self._num_proposals = config.num_proposals
     self._most_drafts = min(config.token_budgets[-1], config.max_num_seqs)  # and rows, of the largest rung
+    self.waits = False
     self._tracked: dict[str, _Tracked] = {}
     # A request is in one of these, or a drafter failed on it:
     self._lively: dict[str, _Tracked] = {}  # with a constraint, or with accepted drafts in its latest row with drafts
@@ -148,7 +162,8 @@ class Speculation:
     # The time of a step that is planned with nothing in flight has the host's part in it.
     self._alone_seconds = StepSeconds(ladder)
     self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
-    # The same of steps after which a draft model proposes.
+    self._slowed_seconds = StepSeconds(ladder)  # of such steps that follow drafts, and so repeat no step
+    # The same as the first two, of steps after which a draft model proposes.
     self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
     # Of a draft model: refusals in a row, the step before which it proposes nothing, the latest with proposals.
     self._num_refusals, self._no_proposals_until, self._proposing_step = 0, -1, -1
@@ -240,10 +255,10 @@ class Speculation:
     drafter, most = self.drafter, self._most + 1  # the first token may stand for one in flight
     for request_id, tracked in self._take_turns():
       request = tracked.request
-      if request is None or request.slot < 0 or request.num_drafts:
+      if request is None or request.slot < 0 or (request.num_drafts and request.constraint is not None):
         continue
       try:
-        draft = drafter.propose(request, most) if drafter.update(request) else NO_DRAFT
+        draft = drafter.propose(request, most + request.num_drafts) if drafter.update(request) else NO_DRAFT
       except Exception:  # it may cost drafts only
         self._note_error(request_id)
         continue
@@ -300,6 +315,11 @@ class Speculation:
     if request.constraint is not None:
       return self._make_constrained(row, request, tracked, min(most, self._most))
     num_unknown = request.num_in_flight - 1
+    if tracked.is_lost:
+      tracked.num_expected = request.num_drafts
+    else:
+      tracked.num_expected = 0
+      num_unknown += request.num_drafts
     tokens = tracked.draft.tokens[num_unknown : num_unknown + min(most, self._most)]
     if not tokens:
       return None
@@ -349,19 +369,20 @@ class Speculation:
     return table.estimate_steps(planned.num_tokens, 0)[0]
 
   def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
-    """Returns the number of drafts of each candidate in step `step`, which `knows_step`."""
+    """Returns the number of drafts of each candidate in step `step`, which `knows_step`; sets `waits`."""
     chances = [candidate.chances for candidate in candidates]
-    # With overlap, a request with drafts loses its next row. A constrained one has none there anyway.
-    loses = [self._overlap and not candidate.masks for candidate in candidates]
-    if planned.num_others:
-      return self._choose_for_padding(planned, chances, loses)
+    if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
+      self.waits = False
+      most = min(planned.most_drafts, planned.num_padding)
+      return choose_drafts(chances, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most).counts
     proposing = any(candidate.source == MODEL for candidate in candidates)
     if proposing and not self._knows_proposing(planned):
       return [0] * len(candidates)  # until the plain steps with proposals are measured
-    choice = self._choose(planned, chances, loses, proposing)
+    choice = self._choose(planned, chances, [not candidate.masks for candidate in candidates], proposing)
+    self.waits = choice.waits
     if any(choice.counts):
       self._num_declines = 0
-    else:
+    elif not planned.is_behind:
       self._num_declines += 1
       self._pause_until = step + min(_DECLINE_STEPS, 1 << self._num_declines)
       self._declined_rate = max(candidate.rate for candidate in candidates)
@@ -369,60 +390,54 @@ class Speculation:
     return choice.counts
 
   def _choose(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool], proposing: bool
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], is_free: Sequence[bool], proposing: bool
   ) -> DraftChoice:
     """Chooses the drafts of a step of decodes.
 
     Args:
-      loses: whether drafts cost a row its place in the next step.
+      is_free: of each candidate, whether it has no constraint.
       proposing: a draft model proposes after a step with drafts, but not after one without.
     """
     if self._is_behind(planned):
-      return self._choose_beside_others(planned, chances, loses, proposing)
+      return self._choose_with_next(planned, chances, is_free, proposing)
     most = min(planned.most_drafts, sum(map(len, chances)))
     base = self._alone_seconds.estimate_steps(planned.num_tokens, 0)[0]
     table = self._alone_proposing if proposing else self._alone_seconds
     option = StepOption(planned.num_decodes, table.estimate_steps(planned.num_tokens, most))
     return choose_drafts(chances, option, planned.num_decodes / base, most)
 
-  def _choose_for_padding(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool]
-  ) -> list[int]:
-    """Chooses drafts beside prompts. They take padding only, because the cost of such steps is not learned."""
-    paying = [row if sum(row) > lost else () for row, lost in zip(chances, loses, strict=True)]
-    most = min(planned.most_drafts, planned.num_padding)
-    return choose_drafts(paying, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most).counts
-
-  def _choose_beside_others(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], loses: Sequence[bool], proposing: bool
+  def _choose_with_next(
+    self, planned: PlannedStep, chances: Sequence[Sequence[float]], is_free: Sequence[bool], proposing: bool
   ) -> DraftChoice:
-    """Chooses drafts with overlap. The expected tokens and seconds are those of two steps: this and the next.
+    """Chooses drafts with overlap, and whether the next step waits for them.
 
-    Constrained requests and those with drafts have no row in the next one. Either all requests get drafts, so that
-    there is no next step and this one has the device alone, or those that pay for the row that they lose.
+    The expected tokens and seconds are those of this step and the next, in which requests without a constraint have a
+    row. If these all get drafts, the next step may wait instead; then this one has the device alone.
+
+    Args: as of _choose.
     """
-    num_tokens, num_constrained = planned.num_tokens, planned.num_constrained
-    num_free = planned.num_decodes - num_constrained
+    num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
     most = min(planned.most_drafts, sum(map(len, chances)))
-    base = self._behind_seconds.estimate_steps(num_tokens, 0)[0]
-    alone_seconds, behind_seconds = self._alone_seconds, self._behind_seconds
+    alone_table, behind_table = self._alone_seconds, self._behind_seconds
+    base = behind_table.estimate_steps(num_tokens, 0)[0]
     if proposing:
-      alone_seconds, behind_seconds = self._alone_proposing, self._behind_proposing
-    seconds = behind_seconds.estimate_steps(num_tokens, most)
-    rate = (num_constrained + 2 * num_free) / (base + self._estimate_rest(num_free, base))
-    best = DraftChoice([0] * len(chances), rate)
-    losing = [index for index, lost in enumerate(loses) if lost]
-    if len(losing) == num_free:
-      alone = alone_seconds.estimate_steps(num_tokens, most, seconds[0])
-      best = choose_drafts(chances, StepOption(planned.num_decodes, alone, losing), best.rate, most)
-    paying = [row if sum(row) > lost else () for row, lost in zip(chances, loses, strict=True)]
-    num_lost = sum(bool(paying[index]) for index in losing)
-    if any(paying) and num_lost < num_free:
-      rest = self._estimate_rest(num_free - num_lost, seconds[0])
-      option = StepOption(num_constrained + 2 * num_free - num_lost, [each + rest for each in seconds])
-      other = choose_drafts(paying, option, best.rate, most)
-      if any(other.counts):
-        best = other
+      alone_table, behind_table = self._alone_proposing, self._behind_proposing
+    seconds = behind_table.estimate_steps(num_tokens, most)
+    rest = self._estimate_rest(num_free, base)
+    num_rows = planned.num_decodes + num_free
+    slowed = self._slowed_seconds.estimate_steps(num_free, 0)[0]
+    after = rest if slowed == UNKNOWN else max(rest, slowed)
+    option = StepOption(num_rows, [each + after for each in seconds])
+    best = choose_drafts(chances, option, num_rows / (base + rest), most)
+    if planned.is_behind:  # a trial does not follow the drafts of another one
+      knows = behind_table.knows_size(num_tokens + sum(best.counts))
+      return best if knows else DraftChoice([0] * len(chances), best.rate)
+    required = [index for index, free in enumerate(is_free) if free]
+    if planned.may_wait and len(required) == num_free:
+      alone = alone_table.estimate_steps(num_tokens, most, seconds[0])
+      waiting = choose_drafts(chances, StepOption(planned.num_decodes, alone, required), best.rate, most)
+      if any(waiting.counts):
+        return waiting._replace(waits=True)
     return best
 
   def _estimate_rest(self, num_rows: int, most: float) -> float:
@@ -449,12 +464,12 @@ class Speculation:
     most = self._most_drafts - num_rows
     if most <= 0 or not num_rows:
       return 0
-    chances, loses, num_constrained = self._expect_proposals(batch)
-    planned = PlannedStep(num_rows, num_rows, num_constrained, 0, most, 0)
+    chances, is_free, num_constrained = self._expect_proposals(batch)
+    planned = PlannedStep(num_rows, num_rows, num_constrained, 0, most, 0, may_wait=True)
     if not chances or not self.knows_step(planned):
       return 0
     is_trial = not self._knows_proposing(planned)
-    if not is_trial and any(self._choose(planned, chances, loses, proposing=True).counts):
+    if not is_trial and any(self._choose(planned, chances, is_free, proposing=True).counts):
       self._num_refusals = 0
     else:  # trials pause too, because not every step is measured
       self._num_refusals += 1
@@ -468,10 +483,10 @@ class Speculation:
     """Returns what to expect of proposals after a planned step.
 
     Returns:
-      For each row that may have them, the chances of its drafts, and whether drafts cost it a row in the next step;
-      and the number of rows with a constraint.
+      For each row that may have them, the chances of its drafts, and whether it has no constraint; and the number of
+      rows with one.
     """
-    found, loses, num_constrained = [], [], 0
+    found, all_free, num_constrained = [], [], 0
     num_drafts = batch.num_drafts or (0,) * len(batch.slots)
     for request_id, samples, count in zip(batch.request_ids, batch.samples, num_drafts, strict=True):
       tracked = self._tracked.get(request_id) if samples else None
@@ -483,22 +498,22 @@ class Speculation:
       if tracked.wakes_at > batch.step or request.speculation == "ngram" or len(found) == _MOST_LOOKS:
         continue
       rate = self._rates.estimate_rate(tracked.trials, MODEL)
-      if count and tracked.source != MODEL and self._rates.estimate_rate(tracked.trials, tracked.source) >= rate:
-        continue  # others do as well
-      found.append(list_chances(rate, self._most, int(self._overlap and is_free and not count)))
-      loses.append(self._overlap and is_free)
-    return found, loses, num_constrained
+      if count:
+        source, _ = tracked.rows[-1]
+        if source != MODEL and self._rates.estimate_rate(tracked.trials, source) >= rate:
+          continue  # others do as well
+      found.append(list_chances(rate, self._most, int(self._overlap and is_free and not (count and self.waits))))
+      all_free.append(is_free)
+    return found, all_free, num_constrained
 
-  def take_proposals(self, rows: Sequence[Request], batch: Batch, result: StepResult) -> None:
-    """Takes what the draft model proposed after a committed step."""
+  def take_proposals(self, rows: Sequence[Request], result: StepResult) -> None:
+    """Takes what the draft model proposed after the step that was just committed."""
     if self.model is None:
       return
     for row, proposed in result.proposals.items():
       request = rows[row]
       if request.id in self._tracked:
-        num_drafts = batch.num_drafts[row] if batch.num_drafts else 0
-        known = batch.starts[row] + batch.counts[row] - num_drafts + len(result.tokens_of(row))
-        self.model.take_proposal(request.id, known, proposed)
+        self.model.take_proposal(request.id, request.num_prompt_tokens + len(request.output_token_ids), proposed)
 
   def note_slow_step(self, step: int) -> None:
     """Notes that step `step` has no drafts, but does not repeat the one before because of drafts there or refused."""
@@ -507,16 +522,27 @@ class Speculation:
   def start_row(self, request: Request) -> None:
     """Notes that the request's drafts are in the planned step."""
     tracked = self._tracked[request.id]
-    tracked.source = tracked.draft.source
+    if not tracked.rows:
+      tracked.is_lost = False
+    tracked.rows.append((tracked.draft.source, tracked.num_expected))
 
   # Results.
 
-  def note_row(self, request: Request, num_drafts: int, num_accepted: int, step: int) -> None:
-    """Learns from the drafts of a live request; `step` is the next step to be planned."""
+  def note_row(self, request: Request, num_drafts: int, num_accepted: int, step: int, num_before: int = 0) -> None:
+    """Learns from the drafts of a live request.
+
+    Args:
+      step: the next step to be planned.
+      num_before: rejected drafts of the request's row before. If others were expected, these drafts show nothing.
+    """
     tracked = self._tracked.get(request.id)
     if tracked is None:
       return
-    self._rates.note_row(tracked.trials, tracked.source, num_drafts, num_accepted)
+    source, num_expected = tracked.rows.pop(0)
+    tracked.is_lost = bool(tracked.rows) and tracked.rows[0][1] != num_drafts - num_accepted
+    if num_expected != num_before:
+      return
+    self._rates.note_row(tracked.trials, source, num_drafts, num_accepted)
     if num_accepted:
       tracked.num_failures = 0
       if self._awake.pop(request.id, None):
@@ -525,7 +551,7 @@ class Speculation:
     if request.constraint is None and self._lively.pop(request.id, None):
       self._awake[request.id] = tracked
     tracked.num_failures += 1
-    if self._rates.estimate_rate(tracked.trials, tracked.source) > _SLEEPLESS_RATE:
+    if self._rates.estimate_rate(tracked.trials, source) > _SLEEPLESS_RATE:
       return
     pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
     if request.constraint is not None:
@@ -534,19 +560,20 @@ class Speculation:
       self._sleep(tracked, step + pause)
 
   def note_step(self, batch: Batch, seconds: float, was_behind: bool) -> None:
-    """Learns from the time of a committed step. It skips steps that had no drafts, and took longer for want of some.
+    """Learns from the time of a committed step. Steps without drafts that took longer for want of some are apart.
 
     Args:
       batch: the step.
       seconds: from planning, or from the commit of the step before if that is later, to its commit.
       was_behind: the step was planned while the device computed another one.
     """
-    drafts = batch.num_drafts
-    if batch.step in self._slowed_steps:
+    drafts, num_steps = batch.num_drafts, 1
+    is_slowed = batch.step in self._slowed_steps
+    if is_slowed:
       self._slowed_steps.discard(batch.step)
-      return
-    num_steps = 1
-    if not drafts and not batch.num_proposals:
+      if not was_behind or batch.num_proposals:
+        return
+    elif not drafts and not batch.num_proposals:
       self._num_plain += 1
       if self._num_plain > _FIRST_NOTES:
         if self._num_plain % _PLAIN_STEPS_A_NOTE:
@@ -554,10 +581,10 @@ class Speculation:
         num_steps = _PLAIN_STEPS_A_NOTE
     num_drafted = len(drafts) - drafts.count(0) if drafts else 0
     if batch.token_ids.count(()) + num_drafted == len(batch.slots):  # no prompt is in it
-      tables = [self._alone_seconds, self._behind_seconds]
+      tables = [self._alone_seconds, self._behind_seconds, self._slowed_seconds]
       if self.model is not None:
         tables += [self._alone_proposing, self._behind_proposing]
-      table = tables.pop(was_behind + 2 * bool(batch.num_proposals))
+      table = tables.pop(2 if is_slowed else was_behind + 3 * bool(batch.num_proposals))
       factor = table.note_step(batch.device_tokens(self._computes_padding), seconds, num_steps)
       for other in tables:
         other.pass_steps(num_steps)
@@ -571,6 +598,7 @@ class Speculation:
       "rates": self._rates.state(),
       "alone_seconds": self._alone_seconds.state(),
       "behind_seconds": self._behind_seconds.state(),
+      "slowed_seconds": self._slowed_seconds.state(),
       **self._model_state(),
       "num_plain": self._num_plain,
       "slowed_steps": sorted(self._slowed_steps),
@@ -580,7 +608,9 @@ class Speculation:
           "trials": {source: list(totals) for source, totals in tracked.trials.items()},
           "num_failures": tracked.num_failures,
           "wakes_at": tracked.wakes_at,
-          "source": tracked.source,
+          "num_expected": tracked.num_expected,
+          "rows": [list(row) for row in tracked.rows],
+          "is_lost": tracked.is_lost,
           "num_indexed": self.drafter.num_indexed(name),
         }
         for name, tracked in self._tracked.items()
@@ -605,6 +635,7 @@ class Speculation:
     self._rates.restore_state(state["rates"])
     self._alone_seconds.restore_state(state["alone_seconds"])
     self._behind_seconds.restore_state(state["behind_seconds"])
+    self._slowed_seconds.restore_state(state["slowed_seconds"])
     if self.model is not None:
       self._alone_proposing.restore_state(state["alone_proposing"])
       self._behind_proposing.restore_state(state["behind_proposing"])
@@ -615,7 +646,8 @@ class Speculation:
     for name, values in state["requests"].items():
       tracked = self._tracked[name] = _Tracked(requests[name])
       tracked.trials = {source: list(totals) for source, totals in values["trials"].items()}
-      tracked.num_failures, tracked.source = values["num_failures"], values["source"]
+      tracked.num_failures, tracked.num_expected = values["num_failures"], values["num_expected"]
+      tracked.rows, tracked.is_lost = [(source, count) for source, count in values["rows"]], values["is_lost"]
       tracked.wakes_at = values["wakes_at"]
       self.drafter.restore_index(requests[name], values["num_indexed"])
     self._lively = {name: self._tracked[name] for name in state["lively"]}

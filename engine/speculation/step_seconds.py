@@ -68,6 +68,11 @@ class StepSeconds:
     point[:] = count + 1, known, self._num_steps, *first
     return factor
 
+  def knows_size(self, num_tokens: int) -> bool:
+    """Returns whether steps of `num_tokens` were measured often enough; otherwise their estimate is a trial."""
+    point = self._points.get(self._size_of(num_tokens))
+    return point is not None and point[0] >= _FEW
+
   def scale_all(self, factor: float) -> None:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""
     self._scale *= factor

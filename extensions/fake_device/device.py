@@ -188,18 +188,19 @@ class Slot:
   Attributes:
     table: its pages, in order.
     last_token: the latest sampled token, input of the next step.
+    num_rejected: drafts of its latest row that were rejected.
     state: the hash of its first num_hashed tokens; NAN once one of them was.
     ends: the hash at the end of each full page.
     root: the hash of no tokens, which each adapter has of its own.
   """
 
-  __slots__ = ("admission", "key", "table", "last_token", "state", "num_hashed", "ends", "root")
+  __slots__ = ("admission", "key", "table", "last_token", "num_rejected", "state", "num_hashed", "ends", "root")
 
   def __init__(self, admission: Admission):
     self.admission = admission
     self.key = params_key(admission.params, admission.seed)
     self.table = list(admission.block_ids)
-    self.last_token = 0
+    self.last_token = self.num_rejected = 0
     self.root = ROOT
     self.rewind()
 
@@ -309,7 +310,7 @@ class FakeDevice:
 
     Does not write KV of rejected guesses: a page has one hash, that of its latest position.
     """
-    start, params = batch.starts[row], slot.admission.params
+    start, params = self._start_of(batch, row, slot), slot.admission.params
     inputs = batch.token_ids[row] or (slot.last_token,)
     if inputs[0] == IN_FLIGHT:
       inputs = (slot.last_token, *inputs[1:])
@@ -326,10 +327,15 @@ class FakeDevice:
       states += self._write(slot, end, (guess,), bad_position, wants_logprobs)
       tokens.append(self._sample(batch, row, slot, end + 1, row_masks[len(tokens)], bad_rows))
     if batch.samples[row]:
-      slot.last_token = tokens[-1]
+      slot.last_token, slot.num_rejected = tokens[-1], len(inputs) - known + 1 - len(tokens)
     if wants_logprobs:
-      logprobs[row] = self._logprobs(batch, row, slot, states, tokens)
+      logprobs[row] = self._logprobs(batch, row, slot, start, states, tokens)
     return tokens
+
+  def _start_of(self, batch: Batch, row: int, slot: Slot) -> int:
+    """Returns the position of a row's first token, without rejected drafts of the step before."""
+    is_behind = batch.behind and batch.behind[row]
+    return batch.starts[row] - (slot.num_rejected if is_behind else 0)
 
   def _sample(self, batch: Batch, row: int, slot: Slot, end: int, mask: bytes | None, bad_rows: set[int]) -> int:
     """Returns the token after the first `end` positions; 0 if the row samples none."""
@@ -383,12 +389,12 @@ class FakeDevice:
     slot.state, slot.num_hashed = state, position
 
   def _logprobs(
-    self, batch: Batch, row: int, slot: Slot, states: list, tokens: Sequence[int]
+    self, batch: Batch, row: int, slot: Slot, start: int, states: list, tokens: Sequence[int]
   ) -> tuple[TokenLogprobs, ...]:
-    """Returns log probabilities of the row's last logit positions; each is of the following token."""
+    """Returns log probabilities of the last logit positions of a row at `start`; each is of the following token."""
     params, prompt, vocab_size = slot.admission.params, slot.admission.token_ids, self.config.vocab_size
-    first = batch.starts[row] + batch.counts[row] - batch.num_logits[row]
-    end = batch.starts[row] + len(states)
+    first = start + batch.counts[row] - batch.num_logits[row]
+    end = start + len(states)
     entries = []
     for position in range(first, end):
       if position >= end - len(tokens) and batch.samples[row]:

@@ -48,6 +48,7 @@ class _Step(msgspec.Struct, array_like=True, frozen=True):
   padded_tokens: int
   num_drafts: tuple[int, ...]
   repeats: bool
+  behind: tuple[int, ...]
 
 
 _read_step = msgspec.msgpack.Decoder(_Step).decode
@@ -83,6 +84,7 @@ class StepEncoder:
         batch.padded_tokens,
         batch.num_drafts,
         batch.repeats,
+        batch.behind,
       )
     )
 
@@ -135,7 +137,7 @@ def _make_repetition(latest: Batch, step: int, new_blocks: tuple[tuple[int, int,
     (),
     latest.padded_tokens,
     latest.num_drafts,
-    True,
+    repeats=True,
   )
 
 
@@ -204,4 +206,5 @@ def _make_batch(step: _Step) -> Batch:
     padded_tokens=step.padded_tokens,
     num_drafts=step.num_drafts,
     repeats=step.repeats,
+    behind=step.behind,
   )

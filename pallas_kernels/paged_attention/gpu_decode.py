@@ -131,7 +131,8 @@ class _Call:
     if geometry.sliding_window is not None and geometry.block_size > _KEYS:
       first_seen = jnp.maximum(row.position - (geometry.sliding_window - 1), 0)
       low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # skips the part of a page that no query sees
-    return _Item(row, slot, head, low, high, _cdiv(high - low, _KEYS))
+    # A row that is shorter than planned may leave its last part without keys: then one tile, in which all are masked.
+    return _Item(row, slot, head, low, high, jnp.maximum(_cdiv(high - low, _KEYS), 1))
 
 
 def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_starts, sm_items, out, *refs):

@@ -191,11 +191,14 @@ class Plan:
     parts = np.diff(until, axis=1, prepend=0)
     return parts[:, : max(1, (parts > 0).sum(axis=1).max())]
 
-  def make_work(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
+  def make_work(
+    self, query_starts: np.ndarray, kv_lens: np.ndarray, least_lens: np.ndarray | None = None
+  ) -> np.ndarray:
     """Returns the work list of a step.
 
     Args:
-      query_starts: int32[S + 1], kv_lens: int32[S], as in api.RaggedMeta.
+      query_starts: int32[S + 1], kv_lens: int32[S], as in api.RaggedMeta. On the device a row may turn out shorter.
+      least_lens: int32[S], the least lengths of the rows; None: kv_lens.
 
     Returns:
       int32[size].
@@ -205,7 +208,7 @@ class Plan:
     pieces = self.split(packed)  # views
     counts = np.diff(query_starts)
     window = geometry.sliding_window or geometry.table_width * geometry.block_size
-    first = np.maximum(kv_lens - counts - (window - 1), 0)
+    first = np.maximum((kv_lens if least_lens is None else least_lens) - counts - (window - 1), 0)
     blocks = -(-kv_lens // geometry.block_size) - first // geometry.block_size
 
     rows = np.flatnonzero((counts > 0) & (counts <= self.decode_queries))

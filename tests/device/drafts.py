@@ -2,7 +2,7 @@
 
 No scheduler takes part: the driver makes any batch that the Batch contract allows. Rows come in any order, chunks of
 prompts lie beside decodes, and drafts are right, wrong or right up to some position. A step may be launched behind one
-whose token is in flight, and requests lose their slot at any time and get another one.
+whose tokens and drafts are in flight, and requests lose their slot at any time and get another one.
 """
 
 import copy
@@ -67,30 +67,43 @@ class DraftedRequest:
 
 
 class DraftLimits(NamedTuple):
-  """What a device takes: rungs, slots, blocks of a table, tokens of the vocabulary, and its end-of-sequence ids."""
+  """What a device takes: rungs, slots, tokens of the vocabulary, end-of-sequence ids, and blocks and their tokens."""
 
   shapes: tuple[StepShape, ...]
   num_slots: int
   table_width: int
   vocab_size: int
   eos_token_ids: tuple[int, ...]
+  block_size: int
 
 
 def limits_of(runner: ModelRunner) -> DraftLimits:
   """Returns the limits of a runner, which needs a full table of blocks for each slot."""
   spec = runner.spec
   shapes, eos = tuple(runner.steps), runner._packer._eos
-  return DraftLimits(shapes, spec.num_slots, spec.table_width, spec.model.vocab_size, eos)
+  return DraftLimits(shapes, spec.num_slots, spec.table_width, spec.model.vocab_size, eos, spec.block_size)
 
 
 @dataclasses.dataclass
 class DraftCounts:
-  """Attributes: what happened: draft rows, drafts accepted and rejected, rows behind a token in flight, bad rows."""
+  """What happened.
+
+  Attributes:
+    rows: with drafts.
+    accepted, rejected: drafts.
+    in_flight: rows with drafts after a token in flight.
+    behind: rows behind rejected drafts.
+    across: those of them that the rejection moved to another block.
+    bad: bad rows.
+    preempted: requests that lost their slot.
+  """
 
   rows: int = 0
   accepted: int = 0
   rejected: int = 0
   in_flight: int = 0
+  behind: int = 0
+  across: int = 0
   bad: int = 0
   preempted: int = 0
 
@@ -119,24 +132,27 @@ class DraftDriver:
 
   def serve_all(self) -> None:
     """Runs steps until each request is done."""
-    while any(not request.is_done for request in self.requests):
-      first = self._plan_step(behind=None)
-      if first is None:
-        continue
-      launched = [(*first, self.runner.launch(first[0]))]
-      if self.rng.random() < 0.5:
-        batch, rows = first
+    in_flight = None
+    while in_flight is not None or any(not request.is_done for request in self.requests):
+      planned = None
+      if in_flight is None:
+        planned = self._plan_step(behind=None)
+      elif self.rng.random() < 0.75:
+        batch, rows, _ = in_flight
         drafts = batch.num_drafts or (0,) * len(rows)
-        behind = [
-          request
+        behind = {
+          id(request): drafts[row]
           for row, request in enumerate(rows)
-          if batch.samples[row] and not drafts[row] and request.constraint is None
-        ]
-        second = self._plan_step(behind)
-        if second is not None:
-          launched.append((*second, self.runner.launch(second[0])))
-      for batch, rows, step in launched:
+          if batch.samples[row] and request.constraint is None and not request.is_done
+        }
+        planned = self._plan_step(behind)
+      launched = None if planned is None else (*planned, self.runner.launch(planned[0]))
+      if in_flight is not None:
+        batch, rows, step = in_flight
         self._take_result(batch, rows, step.result())
+      in_flight = launched
+      if in_flight is not None:
+        continue
       for request in self.requests:
         preempts = self.rng.random() < 0.01 and request.truth is not None
         if request.slot is not None and (request.is_done or preempts):
@@ -148,10 +164,11 @@ class DraftDriver:
           if not request.outputs:
             request.prompt_logprobs.clear()
 
-  def _plan_step(self, behind: list[DraftedRequest] | None) -> tuple[Batch, list[DraftedRequest]] | None:
+  def _plan_step(self, behind: dict[int, int] | None) -> tuple[Batch, list[DraftedRequest]] | None:
     """Returns a random batch and the requests of its rows.
 
-    Args: behind: requests that may have a row, whose newest token is in flight; None: any, and none is in flight.
+    Args: behind: id() of requests that may have a row, whose newest token is in flight, and their drafts in flight;
+      None: any, and nothing is in flight.
     """
     rng, admissions = self.rng, []
     shape = rng.choice(self.limits.shapes)
@@ -164,7 +181,7 @@ class DraftDriver:
         admissions.append(self._admit(request))
       live = [request for request in self.requests if request.slot is not None]
     else:
-      live = behind
+      live = [request for request in self.requests if id(request) in behind]
     admitted = [request for request in live if any(each.slot == request.slot for each in admissions)]
     others = [request for request in live if request not in admitted]
     chosen = admitted + rng.sample(others, rng.randint(0, len(others)))
@@ -172,7 +189,8 @@ class DraftDriver:
     tokens_left, logits_left, masks_left = shape.tokens, shape.logits, MAX_DRAFT_MASKS
     for number, request in enumerate(chosen):
       kept = max(0, len(admitted) - number - 1)  # each admission has a row
-      row = self._plan_row(request, tokens_left - kept, logits_left - kept, masks_left, behind is not None)
+      num_drafts = None if behind is None else behind[id(request)]
+      row = self._plan_row(request, tokens_left - kept, logits_left - kept, masks_left, num_drafts)
       if row is None:
         assert request not in admitted
         continue
@@ -189,6 +207,7 @@ class DraftDriver:
       if request.constraint is not None and samples:
         masks += [(index, request.constraint.allowed()), *((index, mask) for mask in more_masks)]
     drafts = tuple(row[7] for row in rows)
+    uncommitted = tuple(behind[id(row[0])] for row in rows) if behind else ()
     batch = Batch(
       step=self._step,
       shape=shape,
@@ -202,6 +221,7 @@ class DraftDriver:
       admissions=tuple(admissions),
       masks=tuple(masks),
       num_drafts=drafts if any(drafts) else (),
+      behind=uncommitted if any(uncommitted) else (),
     )
     self._step += 1
     for request, _, count, _, samples, _, _, _ in rows:
@@ -218,13 +238,14 @@ class DraftDriver:
     return Admission(slot, tokens, len(request.prompt), blocks, request.params, request.seed, constrained)
 
   def _plan_row(
-    self, request: DraftedRequest, tokens_left: int, logits_left: int, masks_left: int, is_behind: bool
+    self, request: DraftedRequest, tokens_left: int, logits_left: int, masks_left: int, num_drafts: int | None
   ) -> tuple[int, int, int, bool, tuple[int, ...], list[bytes], int] | None:
     """Returns start, count, number of logit rows, whether it samples, tokens, masks after drafts, number of drafts."""
     if tokens_left <= 0 or logits_left <= 0:
       return None
     rng, start, tokens = self.rng, request.num_computed, request.tokens
-    length = len(tokens) + is_behind
+    is_behind = num_drafts is not None
+    length = len(tokens) + (0 if num_drafts is None else 1 + num_drafts)
     if start < length - 1 or not request.outputs and not is_behind:
       count = rng.randint(1, min(tokens_left, length - start))
       wants_all = request.params.prompt_logprobs is not None and start < len(request.prompt)
@@ -249,7 +270,9 @@ class DraftDriver:
       if rng.random() < 0.2:
         drafts[index] = rng.randrange(self.limits.vocab_size)
     # NaN in the KV of a rejected draft reaches the row's earlier positions: attention multiplies it by 0.
+    # Behind drafts none is sure to be right, and the poison of a good request ends it.
     right = next((index for index, token in enumerate(truth) if drafts[index] != token), len(truth))
+    right = 0 if num_drafts or not request.truth.is_bad else right
     drafts[right:] = [0 if draft == self.poison else draft for draft in drafts[right:]]
     last = IN_FLIGHT if is_behind or (on_device and rng.random() < 0.3) else tokens[-1]
     return start, 1 + count, 1 + count, True, (last, *drafts), self._masks_after(request, drafts), count
@@ -279,6 +302,10 @@ class DraftDriver:
         self.counts.bad += 1
         request.is_bad = True
         continue
+      if batch.behind and batch.behind[row]:
+        planned, start = batch.starts[row], len(request.tokens) - 1
+        self.counts.behind += start < planned
+        self.counts.across += start // self.limits.block_size < planned // self.limits.block_size
       tokens = result.tokens_of(row)
       assert 1 <= len(tokens) <= 1 + drafts
       entries = list(result.logprobs.get(row, ()))

@@ -107,7 +107,7 @@ def test_proposals_continue_the_known_tokens(runner, draft_params):
   for seed in range(2):
     counts += serve_with_drafts(checker, limits_of(runner), seed, count=16)
   assert counts.accepted > 100 and counts.rejected > 50 and counts.in_flight > 20 and counts.preempted > 1, counts
-  assert checker.num_checked > 100 and checker.num_after_drafts > 20
+  assert checker.num_checked > 100 and checker.num_after_drafts > 15
   assert runner.compiles_after_ready == 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.batch import MAX_DRAFT_MASKS, MAX_DRAFTS, Admission, Batch
-from engine.device import runner, sampler
+from engine.device import programs, runner, sampler
 from engine.device.model_input import Column, Flag, Packer, SamplingRows
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.device.sampler import Sampled
@@ -68,7 +68,7 @@ def test_drafts_change_no_token_and_no_log_probability(model, kernels):
   runner = make_sealed(model, settings)
   counts = serve_mixtures(runner, range(6))
   assert counts.accepted > 800 and counts.rejected > 500 and counts.in_flight > 100, counts
-  assert counts.bad > 5 and counts.preempted > 10, counts
+  assert counts.bad > 5 and counts.preempted > 10 and counts.behind > 60 and counts.across > 30, counts
   assert runner.compiles_after_ready == 0
 
 
@@ -232,11 +232,27 @@ _HOST_BUGS = {
   "rejected_rows_stay_bad": (runner, "_accept_drafts", "bad[end:last] = [0] * (last - end)", "pass"),
   "in_flight_is_slot_0": (Packer, "_pack", "in_flight = ids[0] == IN_FLIGHT", "in_flight = 0"),
   "only_the_last_row_samples": (Packer, "_pack_logit_rows", "back <= num_after", "back == 0"),
-  "min_tokens_by_the_last_row": (Packer, "_pack_logit_rows", "(live[Column.POSITION] <", "(kv_lens[row] <"),
+  "min_tokens_by_the_last_row": (Packer, "_pack_logit_rows", "(live[Column.POSITION] - behind <", "(kv_lens[row] <"),
   "masks_one_line_off": (Packer, "mask_lines", "self._num_slots, -1", "self._num_slots + 1, -1"),
   "the_mask_of_the_slot": (Packer, "_pack_drafts", "live[Column.MASK, masked] =", "unused ="),
   "drafts_one_row_late": (Packer, "_pack_drafts", "= tokens[live[Column.TOKEN]]", "= tokens[live[Column.TOKEN] - 1]"),
   "drafts_counted_from_the_end": (Packer, "_pack_drafts", "(of_row - back) *", "back *"),
+  "rows_behind_drafts_are_unmarked": (Packer, "_pack", "np.where(is_behind, slots + 1, 0)", "0 * slots"),
+  "tokens_behind_drafts_are_unmarked": (Packer, "_pack", "np.arange(1, rows + 1), 0)", "0 * slots, 0)"),
+  "tokens_behind_drafts_have_another_row": (Packer, "_pack", "np.arange(1, rows + 1), 0)", "np.arange(rows), 0)"),
+  "logit_rows_behind_drafts_are_unmarked": (
+    Packer,
+    "_pack_logit_rows",
+    "flags[behind > 0] |= int(Flag.BEHIND)",
+    "pass",
+  ),
+  "min_tokens_where_planned": (
+    Packer,
+    "_pack_logit_rows",
+    "live[Column.POSITION] - behind <",
+    "live[Column.POSITION] <",
+  ),
+  "too_few_rejected": (Packer, "_pack_drafts", "= of_row - number", "= np.maximum(of_row - number - 1, 0)"),
   "log_probabilities_of_rejected_drafts": (LaunchedStep, "_read_logprobs", "[: accepted[row][1] - first]", ""),
 }
 _DEVICE_BUGS = {
@@ -254,6 +270,27 @@ _DEVICE_BUGS = {
   ),
   "penalties_without_drafts": (sampler, "preceding_drafts", "back[None, :] <", "back[None, :] + 9 <"),
   "penalties_one_position_late": (sampler, "preceding_drafts", "[Column.DRAFT], count)", "[Column.DRAFT], count + 1)"),
+  "lengths_behind_drafts_are_planned": (programs, "take_back_rejected", "inputs.kv_lens - of_row", "inputs.kv_lens"),
+  "blocks_behind_drafts_are_planned": (
+    programs,
+    "take_back_rejected",
+    "jnp.where(of_token > 0, places, inputs.slot_mapping)",
+    "inputs.slot_mapping",
+  ),
+  "positions_behind_drafts_are_planned": (programs, "take_back_rejected", "    positions=positions,\n", ""),
+  "seeds_behind_drafts_are_planned": (
+    programs,
+    "take_back_rejected",
+    "columns.at[Column.POSITION].set(position)",
+    "columns",
+  ),
+  "min_tokens_behind_drafts_last_longer": (
+    programs,
+    "take_back_rejected",
+    "position >= columns",
+    "position < -columns",
+  ),
+  "no_draft_was_rejected": (programs, "step", "rows[Column.LATER_DRAFTS]", "0 * rows[Column.LATER_DRAFTS]"),
   "the_mask_of_the_first_row": (sampler, "adjust_rows", "mask=rows[Column.MASK]", "mask=rows[Column.SLOT]"),
 }
 

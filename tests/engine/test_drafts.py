@@ -41,6 +41,7 @@ def with_guesses(scheduler: Scheduler, batch: Batch, guesses: dict[int, tuple[in
     request, start = rows[row], batch.starts[row]
     assert scheduler._cover(request, len(tokens), plan) == len(tokens)
     request.num_computed_tokens += len(tokens)
+    request.num_drafts += len(tokens)
     counts[row] += len(tokens)
     num_logits[row] += len(tokens)
     token_ids[row] = (*request.known_tokens(start, start + 1), *tokens)

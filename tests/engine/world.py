@@ -273,7 +273,11 @@ class World:
     scheduler = self.scheduler
     running, waiting = list(scheduler._running), list(scheduler._waiting)
     computed = {request.id: request.num_computed_tokens for request in running}
-    drafting = {request.id for request in running if request.num_drafts}  # no row until the step before commits
+    uncommitted = {request.id: request.num_drafts for request in running if request.num_drafts}
+    awaits = scheduler._drafts.awaited_step in scheduler._launched
+    drafting = {  # no row until the step before commits
+      request.id for request in running if request.num_drafts and (awaits or request.constraint is not None)
+    }
     loads = scheduler.loads
     was_loading, num_loads = loads is not None and loads.is_loading, loads.host.counts.num_hits if loads else 0
     batch = self._schedule(now)
@@ -303,9 +307,11 @@ class World:
     rows = dict(zip(batch.request_ids, batch.counts, strict=True))
     num_drafts = dict(zip(batch.request_ids, batch.num_drafts or (0,) * len(rows), strict=True))
     assert not drafting & rows.keys(), "a request has a row although its drafts are in flight"
+    behind = dict(zip(batch.request_ids, batch.behind or (0,) * len(rows), strict=True))
     for request_id, count in num_drafts.items():
       assert count <= self.config.num_speculative_tokens and (not count or rows[request_id] == 1 + count)
-      assert (count or request_id in drafting) == scheduler._requests[request_id].num_drafts
+      assert behind[request_id] == uncommitted.get(request_id, 0), "a row does not know the drafts before it"
+      assert count + behind[request_id] == scheduler._requests[request_id].num_drafts
     assert not any(victim.id in rows for victim in victims), "a victim was already taken in this step"
     tiers = self.config.policy == "tiers"
     held = self._withholds or tiers and working and working[0].priority > 0

@@ -37,6 +37,7 @@ class Case:
     spec: the batch; rows of more than `queries` queries are not the decode kernel's.
     split_blocks, queries: see plan.Plan.
     sms, pairs, stages: a grid small enough that a pair has several items, and a ring that all of them share.
+    ahead: positions that the plan counts in each row beyond its length.
   """
 
   spec: ArgSpec
@@ -45,6 +46,7 @@ class Case:
   sms: int = 1
   pairs: int = 2
   stages: int = 2
+  ahead: int = 0
 
   def __str__(self) -> str:
     return self.spec.name
@@ -56,7 +58,7 @@ class Case:
 
 def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:
   """One KV head of 64, tables of 256 positions by default, and a few unused tokens and rows."""
-  of_case = {key: changes.pop(key) for key in ("queries", "sms", "pairs", "stages") if key in changes}
+  of_case = {key: changes.pop(key) for key in ("queries", "sms", "pairs", "stages", "ahead") if key in changes}
   heads = changes.pop("kv_heads", 1)
   spec = ArgSpec(
     name,
@@ -82,7 +84,12 @@ _CAPPED = _case("soft_cap", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
 _ROWS = ((1, 150), (3, 130), (5, 9), (0, 0), (1, 64))
 # Six parts of one row, more than the combine kernel loads at once, among rows of one part, of three and of none.
 _LONG = _case("one_long_row", ((1, 3), (2, 1000), (0, 0), (1, 290)), 64, 1, sms=4, pairs=1, positions=1024)
+# The last part of these rows begins at position 128, so it has no keys.
+_BEHIND = _case("shorter_than_planned", ((1, 125), (2, 127), (1, 20)), 64, 1, pairs=1, ahead=6)
 CASES = (
+  _BEHIND,
+  _case("shorter_than_planned_in_two_pairs", ((2, 125), (1, 200), (1, 124), (1, 9)), 32, 1, ahead=7, sms=2),
+  _case("window_of_a_row_shorter_than_planned", ((1, 124), (2, 60)), 64, 1, pairs=1, ahead=6, sliding_window=64),
   _WHOLE,
   _SPLIT,
   _LONG,
@@ -110,6 +117,12 @@ def test_the_long_row_has_more_parts_than_are_loaded_at_once() -> None:
   assert (np.diff(pieces["sm_starts"]) > 0).all()
 
 
+def make_work(case: Case, arguments: Arguments) -> np.ndarray:
+  """Returns the plan's array."""
+  lens = arguments.kv_lens
+  return case.plan.make_work(arguments.query_starts, np.where(lens > 0, lens + case.ahead, 0), lens)
+
+
 def operands(case: Case, arguments: Arguments) -> tuple:
   """On the device, packed as the kernel wants them; what no row uses is NaN."""
   spec, page = case.spec, case.spec.block_size
@@ -124,7 +137,7 @@ def operands(case: Case, arguments: Arguments) -> tuple:
     arguments.block_tables,
     arguments.kv_lens,
     arguments.query_starts,
-    case.plan.split(case.plan.make_work(arguments.query_starts, arguments.kv_lens)),
+    case.plan.split(make_work(case, arguments)),
     np.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
   )
   return jax.tree.map(conformance.put, arrays)

@@ -76,12 +76,14 @@ def count_accepted(drafts: tuple[int, ...]) -> int:
 def measure_chances(path: str) -> DraftChances:
   """Returns the chances in a step trace of a server with speculation.
 
-  The share counts decodes for which drafts did not pay as decodes without drafts.
+  The share counts decodes for which drafts did not pay as decodes without drafts. Drafts behind rejected ones had no
+  chance, so the acceptance leaves them out.
 
   Raises:
     ConfigError: the file is missing, is no step trace, or has no drafts.
   """
   batches, rows, drafted, tried, accepted, number = {}, 0, 0, 0, 0, 0
+  rejected: dict[str, int] = {}  # drafts of each request's latest row
   try:
     with open(path, encoding="utf-8") as file:
       for line in file:
@@ -93,13 +95,17 @@ def measure_chances(path: str) -> DraftChances:
           batch = batches.pop(entry["step"])
           drafts = batch.get("num_drafts") or [0] * len(batch["ids"])
           ends = entry.get("row_ends") or range(1, len(drafts) + 1)
+          behind = batch.get("behind") or [0] * len(drafts)
+          columns = zip(batch["ids"], batch["counts"], drafts, behind, batch["samples"], ends, strict=True)
           begin = 0
-          for count, num_drafts, samples, end in zip(batch["counts"], drafts, batch["samples"], ends, strict=True):
+          for name, count, num_drafts, before, samples, end in columns:
             rows += bool(samples) and count == 1 + num_drafts
-            if num_drafts:
-              found = end - begin - 1
-              drafted, accepted = drafted + 1, accepted + found
+            found = end - begin - 1
+            drafted += num_drafts > 0
+            if num_drafts and not (before and rejected[name]):
+              accepted += found
               tried += min(num_drafts, found + 1)
+            rejected[name] = num_drafts - found
             begin = end
   except OSError as error:
     raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
@@ -110,4 +116,4 @@ def measure_chances(path: str) -> DraftChances:
     ) from error
   if not drafted:
     raise ConfigError(f"step trace {path} holds no drafts; record one with --speculation, or set --draft_acceptance")
-  return DraftChances(accepted / tried, drafted / rows)
+  return DraftChances(accepted / max(1, tried), drafted / rows)

@@ -62,6 +62,7 @@ class RandomChoice(Speculation):
     rng, left, counts = random.Random(step), planned.most_drafts, []
     if planned.num_others:
       left = min(left, planned.num_padding)
+    self.waits = self._overlap and planned.may_wait and rng.random() < 0.3
     for candidate in candidates:
       counts.append(rng.randint(0, min(left, len(candidate.tokens))))
       left -= counts[-1]
@@ -99,12 +100,18 @@ def guess(scheduler: Scheduler, seed: int) -> None:
 
 
 class GuessingWorld(World):
-  """Attributes: num_drafts, num_accepted: over all rows; num_unknown: rows whose first token was in flight."""
+  """A world with drafts.
+
+  Attributes:
+    num_drafts, num_accepted: over all rows.
+    num_unknown: rows with drafts whose first token was in flight.
+    num_behind, num_drafted_behind: rows behind drafts, and those of them with drafts.
+  """
 
   def __init__(self, seed: int, overlap: bool | None = None, scheduler_class: type[Scheduler] = Scheduler, **settings):
     super().__init__(seed, scheduler_class, guessing_config(seed, **settings), overlap)
     guess(self.scheduler, seed)
-    self.num_drafts = self.num_accepted = self.num_unknown = 0
+    self.num_drafts = self.num_accepted = self.num_unknown = self.num_behind = self.num_drafted_behind = 0
     self._ends: dict[str, int] = {}  # by request: positions planned since its admission
     launch = self.runner.launch
 
@@ -112,15 +119,17 @@ class GuessingWorld(World):
       self.num_drafts += sum(batch.num_drafts)
       self._check_blocks(batch)
       self.num_unknown += sum(tokens[0] == -1 for tokens in batch.token_ids if tokens)
+      self.num_behind += sum(map(bool, batch.behind))
+      self.num_drafted_behind += sum(map(bool, map(min, batch.behind, batch.num_drafts)))
       return launch(batch)
 
     self.runner.launch = watch  # type: ignore[method-assign]
     assert self.scheduler._speculation is not None
     note_row = self.scheduler._speculation.note_row
 
-    def count_row(request: Request, num_drafts: int, num_accepted: int, step: int) -> None:
+    def count_row(request: Request, num_drafts: int, num_accepted: int, *arguments) -> None:
       self.num_accepted += num_accepted
-      note_row(request, num_drafts, num_accepted, step)
+      note_row(request, num_drafts, num_accepted, *arguments)
 
     self.scheduler._speculation.note_row = count_row  # type: ignore[method-assign]
 

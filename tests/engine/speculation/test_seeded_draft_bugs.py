@@ -13,10 +13,27 @@ WORLDS = 60  # most worlds that a bug may survive before it counts as missed
 BUGS = (
   Bug("drafts go past the longest output", "draft_rows", "min(request.max_computed_tokens - end, spare)", "spare"),
   Bug(
-    "a request has a row beside its drafts",
+    "a request has a row beside drafts that it awaits", "scheduler", "if awaits and request.num_drafts:", "if False:"
+  ),
+  Bug("a row does not know that it is behind drafts", "scheduler", "behind=behind,", "behind=(),"),
+  Bug(
+    "a row is behind its own drafts",
+    "step_plan",
+    "[request.num_drafts - (len(tokens) - 1) for",
+    "[request.num_drafts for",
+  ),
+  Bug(
+    "commit takes a row behind drafts for where it was planned",
     "scheduler",
-    "        if request.num_drafts:\n          continue",
-    "        if False:\n          continue",
+    "planned, start = start, request.num_prompt_tokens + len(request.output_token_ids) - 1",
+    "planned = start",
+  ),
+  Bug("a step behind drafts repeats", "scheduler", "not (more_requests or behind)", "not more_requests"),
+  Bug(
+    "drafts of two rows are over with the first",
+    "scheduler",
+    "request.num_drafts -= drafts[row]",
+    "request.num_drafts = 0",
   ),
   Bug("a token in flight is taken for known", "draft_rows", "if request.num_in_flight > 1 else", "if False else"),
   Bug(
@@ -60,10 +77,8 @@ BUGS = (
   Bug(
     "drafts take blocks that are not there", "draft_rows", "num_blocks = min(blocks_left, -(-(", "num_blocks = (-(-("
   ),
-  Bug("drafts in flight are never over", "scheduler", "        request.num_drafts = 0\n", "        pass\n"),
-  Bug(
-    "a step after drafts repeats", "scheduler", "columns.alone, not more_requests", "columns.alone, not plan.requests"
-  ),
+  Bug("drafts in flight are never over", "scheduler", "request.num_drafts -= drafts[row]", "pass"),
+  Bug("a step after drafts repeats", "scheduler", "not (more_requests or behind)", "not (plan.requests or behind)"),
   Bug("a repeated step takes a second block", "steady_decode", "elif self._may_spare:", "elif False:"),
   Bug(
     "a row with drafts begins one token late",

@@ -82,7 +82,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     held = len(request.block_table) * scheduler.config.block_size
     assert request.num_computed_tokens <= held, f"{request.id!r} computed past its blocks"
     spare = held - request.num_computed_tokens
-    most = scheduler.config.block_size  # and blocks of drafts that were rejected
-    most += 0 if scheduler.config.speculation == "none" else scheduler.config.num_speculative_tokens
+    most = scheduler.config.block_size  # and blocks of drafts that were rejected, of at most two rows
+    most += 0 if scheduler.config.speculation == "none" else 2 * scheduler.config.num_speculative_tokens
     assert scheduler._batching.reserves or spare < most, f"{request.id!r} holds a block too many"
     assert request.num_published_blocks * scheduler.config.block_size <= request.num_computed_tokens
