@@ -379,6 +379,10 @@ class Speculation:
     if proposing and not self._knows_proposing(planned):
       return [0] * len(candidates)  # until the plain steps with proposals are measured
     choice = self._choose(planned, chances, [not candidate.masks for candidate in candidates], proposing)
+    if planned.is_behind and any(choice.counts) and self._estimate_waiting(planned, candidates) > choice.rate:
+      choice = DraftChoice(
+        [0] * len(candidates), choice.rate
+      )  # so that a later step has drafts, and the next one waits
     self.waits = choice.waits
     if any(choice.counts):
       self._num_declines = 0
@@ -439,6 +443,17 @@ class Speculation:
       if any(waiting.counts):
         return waiting._replace(waits=True)
     return best
+
+  def _estimate_waiting(self, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> float:
+    """Returns the expected tokens a second of steps with drafts of which each waits for the one before.
+
+    Nothing is unknown then, so drafts are likelier than these candidates, which are behind others.
+    """
+    chances = [list_chances(candidate.rate, len(candidate.tokens)) for candidate in candidates]
+    most = min(planned.most_drafts, sum(map(len, chances)))
+    base = self._behind_seconds.estimate_steps(planned.num_tokens, 0)[0]
+    seconds = self._alone_seconds.estimate_steps(planned.num_tokens, most, base)
+    return choose_drafts(chances, StepOption(planned.num_decodes, seconds), 0.0, most).rate
 
   def _estimate_rest(self, num_rows: int, most: float) -> float:
     """Returns the seconds of the next step, of `num_rows` decodes; `most` if unknown."""
