@@ -55,12 +55,9 @@ def test_drafts_are_accepted_and_change_no_output(overlap: str):
   compare_outputs(generate("none", overlap), generate("auto", overlap))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-  ("speculation", "overlap", "num_blocks"),
-  [
-    ("draft", "false", 0),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("auto", "true", 0), ("draft", "true", 40))),
-  ],
+  ("speculation", "overlap", "num_blocks"), [("draft", "false", 0), ("auto", "true", 0), ("draft", "true", 40)]
 )
 def test_drafts_of_a_model_change_no_output(speculation: str, overlap: str, num_blocks: int, monkeypatch):
   """Any of them, whether they pay or not; also in a pool that preempts."""

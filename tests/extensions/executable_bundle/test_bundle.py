@@ -97,7 +97,7 @@ def test_custom_calls_and_in_place_updates_are_inside(model, written):
     assert text is not None and "SluicePagedAttend" in text and "SluicePackedMatmul" in text
     donated = sum(leaf.nbytes for leaf in (*built.runner.kv, *jax.tree.leaves(built.runner.slot_state)))
     analysis = executable.memory_analysis()
-    assert analysis is not None and analysis.alias_size_in_bytes == donated + 4 * (SMALL["max_num_seqs"] + 1)
+    assert analysis is not None and analysis.alias_size_in_bytes == donated + 2 * 4 * (SMALL["max_num_seqs"] + 1)
 
 
 class Judged(Exception):
