@@ -7,8 +7,7 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
     in this step. So it undoes nothing that it scheduled, and the first in order always advances.
   - No step both preempts and admits, so a preempted request returns only after its last value has arrived.
   - The scheduler publishes a block when the step that filled it returns with finite logits. So its tokens are known,
-  and
-    no NaN can reach another request through the cache.
+    and no NaN can reach another request through the cache.
   - The last known token never comes from the cache, because a step must compute at least one position to sample from.
   - A constrained request has no row while one of its tokens is in flight, because the next mask needs that token. With
     overlap, all constrained requests decode together in every second step; other requests do not wait.

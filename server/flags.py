@@ -1,6 +1,6 @@
 """Makes the server's flags from the declared settings, and checks their values. Starts nothing."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import os
 import pathlib
@@ -337,43 +337,42 @@ def _check_adapters(program: ProgramSettings) -> None:
     raise ConfigError(f"lora_dir={program.lora_dir} is not a folder; make it, or leave out --lora_dir")
 
 
+def _check_excluded(name: str, excluded: Mapping[str, bool]) -> None:
+  """Raises ConfigError if one of the `excluded` flags is set beside flag `name`."""
+  values = flags.FLAGS
+  for other, is_set in excluded.items():
+    if is_set:
+      raise ConfigError(
+        f"{name}={value_text(values[name].value):.200} does not go with --{other}="
+        f"{value_text(values[other].value):.200}; leave out one of them"
+      )
+
+
 def _check_host_pool() -> None:
   """Raises ConfigError if a flag excludes --host_kv_mb."""
   values = flags.FLAGS
   check_host_pool(read_settings(DeviceSettings), read_settings(SchedulingSettings))
-  if not values.host_kv_mb:
-    return
-  for name, is_excluded in (
-    ("fake_device", values.fake_device),
-    ("executable_bundle", bool(values.executable_bundle)),
-    ("role", values.role != "both"),
-    ("num_hosts", read_settings(ClusterSettings).has_several_hosts),
-    ("trace_file", bool(values.trace_file)),  # a replay would lack the blocks
-  ):
-    if is_excluded:
-      raise ConfigError(
-        f"host_kv_mb={values.host_kv_mb} does not go with --{name}={value_text(values[name].value):.200}; leave out "
-        "one of them"
-      )
+  if values.host_kv_mb:
+    # A replay would lack the blocks.
+    _check_excluded("host_kv_mb", _list_other_engines() | {"trace_file": bool(values.trace_file)})
 
 
 def _check_draft_model() -> None:
   """Raises ConfigError if a flag excludes --draft_model, or --speculation lacks it."""
-  values = flags.FLAGS
   check_draft_model(read_settings(DeviceSettings), read_settings(SchedulingSettings))
-  if not values.draft_model:
-    return
-  for name, is_excluded in (
-    ("fake_device", values.fake_device),
-    ("executable_bundle", bool(values.executable_bundle)),
-    ("role", values.role != "both"),
-    ("num_hosts", read_settings(ClusterSettings).has_several_hosts),
-  ):
-    if is_excluded:
-      raise ConfigError(
-        f"draft_model={values.draft_model:.200} does not go with --{name}={value_text(values[name].value):.200}; "
-        "leave out one of them"
-      )
+  if flags.FLAGS.draft_model:
+    _check_excluded("draft_model", _list_other_engines())
+
+
+def _list_other_engines() -> dict[str, bool]:
+  """Returns the flags that replace the plain engine of one process, and whether each is set."""
+  values = flags.FLAGS
+  return {
+    "fake_device": values.fake_device,
+    "executable_bundle": bool(values.executable_bundle),
+    "role": values.role != "both",
+    "num_hosts": read_settings(ClusterSettings).has_several_hosts,
+  }
 
 
 def _check_cluster(cluster: ClusterSettings) -> None:

@@ -250,8 +250,8 @@ class ModelRunner:
     """Allocates the KV buffers, and memory of the host for blocks.
 
     Other code may read `spec`, `steps` (executables by shape), `calls` (their StepCalls), `adapted_calls` (those of
-    steps with adapters), `kv` and `slot_state`. An
-    owner that lets admissions bring KV from another runner sets `import_blocks`, and one with a draft model `draft`.
+    steps with adapters), `kv` and `slot_state`. An owner that lets admissions bring KV from another runner sets
+    `import_blocks`, and one with a draft model `draft`.
 
     Args:
       spec: of the programs.

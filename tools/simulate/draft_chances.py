@@ -5,12 +5,13 @@ foreseen depends on the request and the position alone, as with a real text.
 """
 
 import dataclasses
-import json
 import random
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.speculation.drafter import NO_DRAFT, Draft
+from tools.simulate.step_points import read_trace_entries
 
 _RIGHT, _WRONG = 0, 1
 
@@ -82,38 +83,33 @@ def measure_chances(path: str) -> DraftChances:
   Raises:
     ConfigError: the file is missing, is no step trace, or has no drafts.
   """
-  batches, rows, drafted, tried, accepted, number = {}, 0, 0, 0, 0, 0
+  batches: dict[int, dict[str, Any]] = {}
   rejected: dict[str, int] = {}  # drafts of each request's latest row
-  try:
-    with open(path, encoding="utf-8") as file:
-      for line in file:
-        number += 1
-        entry = json.loads(line)
-        if entry["event"] == "schedule" and entry["batch"] is not None:
-          batches[entry["batch"]["step"]] = entry["batch"]
-        elif entry["event"] == "commit" and entry["step"] in batches:
-          batch = batches.pop(entry["step"])
-          drafts = batch.get("num_drafts") or [0] * len(batch["ids"])
-          ends = entry.get("row_ends") or range(1, len(drafts) + 1)
-          behind = batch.get("behind") or [0] * len(drafts)
-          columns = zip(batch["ids"], batch["counts"], drafts, behind, batch["samples"], ends, strict=True)
-          begin = 0
-          for name, count, num_drafts, before, samples, end in columns:
-            rows += bool(samples) and count == 1 + num_drafts
-            found = end - begin - 1
-            drafted += num_drafts > 0
-            if num_drafts and not (before and rejected[name]):
-              accepted += found
-              tried += min(num_drafts, found + 1)
-            rejected[name] = num_drafts - found
-            begin = end
-  except OSError as error:
-    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
-  except (ValueError, KeyError, TypeError) as error:
-    raise ConfigError(
-      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
-      "--trace_file of the server or of tools.bench_offline"
-    ) from error
+  rows = drafted = tried = accepted = 0
+
+  def add_entry(entry: dict[str, Any]) -> None:
+    nonlocal rows, drafted, tried, accepted
+    if entry["event"] == "schedule" and entry["batch"] is not None:
+      batches[entry["batch"]["step"]] = entry["batch"]
+    elif entry["event"] == "commit" and entry["step"] in batches:
+      batch = batches.pop(entry["step"])
+      drafts = batch.get("num_drafts") or [0] * len(batch["ids"])
+      ends = entry.get("row_ends") or range(1, len(drafts) + 1)
+      behind = batch.get("behind") or [0] * len(drafts)
+      columns = zip(batch["ids"], batch["counts"], drafts, behind, batch["samples"], ends, strict=True)
+      begin = 0
+      for name, count, num_drafts, before, samples, end in columns:
+        rows += bool(samples) and count == 1 + num_drafts
+        found = end - begin - 1
+        drafted += num_drafts > 0
+        # The step before may have begun before the trace; then nobody knows what it rejected.
+        if num_drafts and not (before and rejected.get(name, before)):
+          accepted += found
+          tried += min(num_drafts, found + 1)
+        rejected[name] = num_drafts - found
+        begin = end
+
+  read_trace_entries(path, add_entry)
   if not drafted:
     raise ConfigError(f"step trace {path} holds no drafts; record one with --speculation, or set --draft_acceptance")
   return DraftChances(accepted / max(1, tried), drafted / rows)

@@ -46,6 +46,27 @@ class RecordedStep(NamedTuple):
   num_drafts: tuple[int, ...] = ()  # of each row, or () without drafts
 
 
+def read_trace_entries(path: str, add_entry: Callable[[dict[str, Any]], None]) -> None:
+  """Calls `add_entry` with each entry of a file from the engine's start_trace(), in order.
+
+  Raises:
+    ConfigError: the file cannot be read, or `add_entry` cannot take a line.
+  """
+  number = 0
+  try:
+    with open(path, encoding="utf-8") as file:
+      for line in file:
+        number += 1
+        add_entry(json.loads(line))
+  except OSError as error:
+    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
+  except (ValueError, KeyError, TypeError, IndexError) as error:
+    raise ConfigError(
+      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
+      "--trace_file of the server or of tools.bench_offline"
+    ) from error
+
+
 def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], Step]) -> list[Step]:
   """Returns the steps of a file from the engine's start_trace(), in order.
 
@@ -57,24 +78,15 @@ def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], St
     ConfigError: the file is missing, or is no step trace.
   """
   steps: dict[int, Any] = {}
-  number = 0
-  try:
-    with open(path, encoding="utf-8") as file:
-      for line in file:
-        number += 1
-        entry = json.loads(line)
-        if entry["event"] == "schedule" and entry["batch"] is not None:
-          steps[entry["batch"]["step"]] = make(entry["batch"], float(entry["now"]))
-        elif entry["event"] == "commit" and entry["step"] in steps:
-          times = {name: float(entry[name]) for name in ("host_s", "device_s")}
-          steps[entry["step"]] = steps[entry["step"]]._replace(**times)
-  except OSError as error:
-    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
-  except (ValueError, KeyError, TypeError, IndexError) as error:
-    raise ConfigError(
-      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
-      "--trace_file of the server or of tools.bench_offline"
-    ) from error
+
+  def add_entry(entry: dict[str, Any]) -> None:
+    if entry["event"] == "schedule" and entry["batch"] is not None:
+      steps[entry["batch"]["step"]] = make(entry["batch"], float(entry["now"]))
+    elif entry["event"] == "commit" and entry["step"] in steps:
+      times = {name: float(entry[name]) for name in ("host_s", "device_s")}
+      steps[entry["step"]] = steps[entry["step"]]._replace(**times)
+
+  read_trace_entries(path, add_entry)
   if not steps:
     raise ConfigError(f"step trace {path} holds no step; record one with --trace_file while requests run")
   return list(steps.values())

@@ -66,6 +66,18 @@ def test_chances_are_measured_from_a_step_trace(tmp_path):
   assert found.acceptance == pytest.approx(0.8, abs=0.04) and found.share == pytest.approx(0.7, abs=0.08)
 
 
+def test_a_trace_may_begin_with_drafts_in_flight(tmp_path):
+  """What the step before them rejected is unknown, so the first row's drafts do not count."""
+  lines = []
+  for step, (num_drafts, behind, end) in enumerate([(2, 3, 1), (2, 0, 2)]):
+    batch = {"step": step, "ids": ["a"], "counts": [1 + num_drafts], "samples": [1]}
+    batch |= {"num_drafts": [num_drafts], "behind": [behind]}
+    lines.append({"event": "schedule", "batch": batch})
+    lines.append({"event": "commit", "step": step, "row_ends": [end]})
+  (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+  assert measure_chances(str(tmp_path / "steps.jsonl")) == DraftChances(0.5, 1.0)
+
+
 def test_the_commands_take_drafts(tmp_path, capsys):
   """The simulator from a trace, and the tuner from the same trace and from a simulation: larger steps, larger rungs."""
   record(tmp_path / "steps.jsonl", DraftChances(1.0))
