@@ -16,8 +16,8 @@ class GroupedWeight:
   """A weight of `num_inputs` input dimensions and then outputs; its inputs in row-major order make groups.
 
   The weight of input d (flat) and output n is `scales[g, n] * (codes[d, n] - zero) + offsets[g, n]`, g = d // group.
-  This one form holds integers of one scale an output (a single group), symmetric groups, groups with zero points
-  (offset = scale * (zero - zero point)), and the scales and minima of GGUF's K types.
+  One form holds all formats: one scale an output (a single group), symmetric groups, zero points (whose offset is scale
+  * (zero - zero point)), and GGUF's scales with minima.
 
   Attributes:
     codes: uint8[*inputs, *outputs], each below 2**bits.
