@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import ConfigError
 from server.client import Client
 from tools.chaos.report import Row, none_of
-from tools.fleet.checked_streams import StreamLoad, Verdict
+from tools.fleet.checked_streams import StreamEnd, StreamLoad, Verdict
 from tools.fleet.fleet_members import BACK_WITHIN_S, LONG_AT_ONCE, NUM_LONG, FleetMember, LossKind, RunningFleet
 from tools.fleet.idle_server import find_leaks
 
@@ -32,7 +32,7 @@ class _Losses:
 
   Attributes:
     ended, errors: streams that ended, and those with an error.
-    heard_s: the longest time until a client learned of a loss.
+    heard_s: the longest time until a client learned of a loss, without time in which the router itself stood still.
     back_s: the longest time until the process served again.
     faults: ends that break the rules.
   """
@@ -184,7 +184,7 @@ class FleetCheck:
       ends = self._load.ends[since:]
       failed = [end for end in ends if end.verdict is Verdict.ERROR]
       found.ended, found.errors = found.ended + len(ends), found.errors + len(failed)
-      found.heard_s = max([found.heard_s, *(min(end.waited_s, end.ended - began) for end in failed)])
+      found.heard_s = max([found.heard_s, *(self._measure_silence(end, began) for end in failed)])
       found.back_s = max(found.back_s, back_s)
       found.faults += self._load.find_faults(since, allow_errors=can_fail)
     target = "0 wrong, cut or silent" if can_fail else "0 errors"
@@ -198,6 +198,12 @@ class FleetCheck:
     in_time = found.back_s <= BACK_WITHIN_S
     rows.append(Row("it serves again", f"in {BACK_WITHIN_S:g} s", f"in {found.back_s:.1f} s", in_time))
     self._add_rows(what, started, rows)
+
+  def _measure_silence(self, end: StreamEnd, began: float) -> float:
+    """Returns the seconds until a stream's error since its last message or the loss, while the router could send it."""
+    since = max(began, end.ended - end.waited_s)
+    stop, start = self._fleet.router.stood_still if end.protocol == "http" else (end.ended, end.ended)
+    return end.ended - since - max(0.0, min(end.ended, start) - max(since, stop))
 
   def _begin(self, doing: str) -> None:
     self.doing = doing

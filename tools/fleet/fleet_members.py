@@ -58,6 +58,7 @@ class FleetMember:
     name, address: for the view.
     state: what it does now.
     first_start_s: seconds of its first start.
+    stood_still: when the last stop of the process began and ended, on the machine's monotonic clock.
   """
 
   def __init__(self, name: str, address: str, make: Callable[[], RunningServer | RunningRouter]):
@@ -66,7 +67,7 @@ class FleetMember:
     make: makes the process, not started yet.
     """
     self.name, self.address, self._make = name, address, make
-    self.state, self.first_start_s = MemberState.STARTING, 0.0
+    self.state, self.first_start_s, self.stood_still = MemberState.STARTING, 0.0, (0.0, 0.0)
     self._process: RunningServer | RunningRouter | None = None
 
   def start(self) -> float:
@@ -99,9 +100,10 @@ class FleetMember:
       self.end()
       return self.start()
     assert self._process is not None, "start comes first"
+    began = time.monotonic()
     time.sleep(_STOPPED_S)
     os.kill(self._process.pid, signal.SIGCONT)
-    self.state = MemberState.SERVING
+    self.state, self.stood_still = MemberState.SERVING, (began, time.monotonic())
     return _STOPPED_S
 
 

@@ -25,8 +25,8 @@ class InventedLoad:
   find_faults, count_verdicts = StreamLoad.find_faults, StreamLoad.count_verdicts
   num_open = 3
 
-  def __init__(self, *verdicts: Verdict, waited_s: float = 0.5):
-    self.verdicts, self.waited_s, self._ends = verdicts, waited_s, []
+  def __init__(self, *verdicts: Verdict, waited_s: float = 0.5, protocol: str = "grpc"):
+    self.verdicts, self.waited_s, self.protocol, self._ends = verdicts, waited_s, protocol, []
 
   def set_requests(self, known) -> None:
     assert known
@@ -34,12 +34,14 @@ class InventedLoad:
   @property
   def ends(self) -> list[StreamEnd]:
     for verdict in self.verdicts * 9:
-      self._ends.append(StreamEnd(verdict, "grpc", "the  reason\n", time.monotonic() + 60, self.waited_s, 7))
+      self._ends.append(StreamEnd(verdict, self.protocol, "the  reason\n", time.monotonic() + 60, self.waited_s, 7))
     return self._ends
 
 
-def judge(load: Any, *, can_fail: bool, back_s: float = 1.0) -> tuple[list[bool], list[str]]:
-  fleet: Any = types.SimpleNamespace(known=[None] * 100)
+def judge(load: Any, *, can_fail: bool, back_s: float = 1.0, still_s: float = 0.0) -> tuple[list[bool], list[str]]:
+  now = time.monotonic()
+  router = types.SimpleNamespace(stood_still=(now + 50, now + 50 + still_s))
+  fleet: Any = types.SimpleNamespace(known=[None] * 100, router=router)
   check = FleetCheck(fleet, load, lambda line: None)
   lose = lambda index: (time.monotonic(), back_s)  # noqa: E731
   asyncio.run(check._check_losses("it is killed", can_fail, 2, lose))
@@ -53,6 +55,9 @@ def test_losses_keep_the_rules_only_with_exact_ends_in_time():
     passed, measured = judge(InventedLoad(Verdict.FINISHED, verdict), can_fail=True)
     assert passed == [False, True, True] and verdict.value in measured[0]
   assert judge(InventedLoad(Verdict.ERROR, waited_s=5.1), can_fail=True)[0] == [True, False, True]
+  for protocol, still_s, in_time in (("http", 8.0, True), ("http", 7.0, False), ("grpc", 8.0, False)):
+    late = InventedLoad(Verdict.ERROR, waited_s=12.5, protocol=protocol)  # the router stood still for a part of it
+    assert judge(late, can_fail=True, still_s=still_s)[0] == [True, in_time, True]
   assert judge(InventedLoad(Verdict.ERROR), can_fail=False)[0] == [False, True]
   assert judge(InventedLoad(Verdict.FINISHED), can_fail=True, back_s=121.0)[0] == [True, True, False]
 
