@@ -1,9 +1,9 @@
 """The dense decoder of Llama 2 and 3 and similar families. May not know how weights are stored.
 
-models/linear.py owns the representation of weights and their products. The caller owns attention: it passes `attend`, a
-pure function, and one cache a layer, which this module passes on unread. Serving passes paged attention and training
-dense causal attention to the same forward. Every function accepts any leading dimensions (`[T]` in serving, `[B, T]` in
-training).
+models/matrices.py owns the representations of weights and their products. The caller owns attention: it passes
+`attend`, a pure function, and one cache a layer, which this module passes on unread. Serving passes paged attention and
+training dense causal attention to the same forward. Every function accepts any leading dimensions (`[T]` in serving,
+`[B, T]` in training).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from models.adapters import LayerAdapters
 from models.config import Activation, LayerAttention, ModelConfig
 from models.layers import ClassWeights, RMSNorm, rotation
-from models.linear import Linear, WeightForm, declare_vocabulary
+from models.linear import Linear, declare_vocabulary
+from models.weight_form import WeightForm
 
 # (the layer's declaration, qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
 Attend = Callable[[LayerAttention, jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
@@ -40,11 +41,11 @@ class Attention(nnx.Module):
     d, k, g, h = config.model_dim, declared.num_kv_heads, declared.group_size, declared.head_dim
     self.declared = declared
     heads = ("kv_heads", None, None)
-    self.qkv = Linear.declare((d, k, g + 2, h), ("embed", *heads), dtype, form, bias=config.qkv_bias)
+    self.qkv = Linear.declare((d, k, g + 2, h), ("embed", *heads), dtype, form.at("qkv"), bias=config.qkv_bias)
     self.q_norm = _norm(config, h, dtype, form) if config.qk_norm else None
     self.k_norm = _norm(config, h, dtype, form) if config.qk_norm else None
     self.out = Linear.declare(
-      (k, g, h, d), (*heads, "embed"), dtype, form, num_inputs=3, multiplier=config.residual_multiplier
+      (k, g, h, d), (*heads, "embed"), dtype, form.at("out"), num_inputs=3, multiplier=config.residual_multiplier
     )
 
   def __call__(
@@ -82,8 +83,8 @@ class GatedMLP(nnx.Module):
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm):
     d, f = config.model_dim, config.hidden_dim
-    self.gate_up = Linear.declare((d, 2, f), ("embed", None, "mlp"), dtype, form)
-    self.down = Linear.declare((f, d), ("mlp", "embed"), dtype, form, multiplier=config.residual_multiplier)
+    self.gate_up = Linear.declare((d, 2, f), ("embed", None, "mlp"), dtype, form.at("gate_up"))
+    self.down = Linear.declare((f, d), ("mlp", "embed"), dtype, form.at("down"), multiplier=config.residual_multiplier)
     self.activation: Activation = config.activation
 
   def __call__(
@@ -113,10 +114,10 @@ class Block(nnx.Module):
   def __init__(self, config: ModelConfig, declared: LayerAttention, dtype: jnp.dtype, form: WeightForm):
     norm = partial(_norm, config, config.model_dim, dtype, form)
     self.attention_norm = norm()
-    self.attention = Attention(config, declared, dtype, form)
+    self.attention = Attention(config, declared, dtype, form.at("attention"))
     self.attention_post_norm = norm() if config.post_norms else None
     self.mlp_norm = norm()
-    self.mlp = GatedMLP(config, dtype, form)
+    self.mlp = GatedMLP(config, dtype, form.at("mlp"))
     self.mlp_post_norm = norm() if config.post_norms else None
 
   def __call__(
@@ -167,7 +168,9 @@ class Decoder(nnx.Module):
       multiplier=config.embedding_multiplier,
       head_multiplier=1.0 / config.logits_divisor,
     )
-    self.layers = nnx.List([Block(config, declared, dtype, form) for declared in config.layers])
+    self.layers = nnx.List(
+      [Block(config, declared, dtype, form.at(f"layers.{index}")) for index, declared in enumerate(config.layers)]
+    )
     self.final_norm = _norm(config, config.model_dim, dtype, form)
     self.score = None if config.class_head is None else ClassWeights(len(config.class_head.labels), config.model_dim)
 

@@ -69,6 +69,19 @@ class GroupedWeight:
       weight += self.offsets[:, None].astype(np.float32)
     return weight.reshape(self.codes.shape)
 
+  def cut(self, part: tuple[slice, ...]) -> "GroupedWeight":
+    """Returns a part of the weight, which has whole groups or, with one group, any inputs.
+
+    Args: part: by dimension of the codes.
+    """
+    inputs, outputs = part[: self.num_inputs], part[self.num_inputs :]
+    flat = np.arange(self.inputs).reshape(self.codes.shape[: self.num_inputs])[inputs].reshape(-1)
+    groups = np.zeros(1, int) if self.scales.shape[0] == 1 else flat[:: self.group] // self.group
+    assert self.scales.shape[0] == 1 or np.array_equal(flat // self.group, np.repeat(groups, self.group)), part
+    scales = self.scales[groups][(slice(None), *outputs)]
+    offsets = None if self.offsets is None else self.offsets[groups][(slice(None), *outputs)]
+    return dataclasses.replace(self, codes=self.codes[part], scales=scales, offsets=offsets)
+
   def regroup(self, group: int) -> "GroupedWeight":
     """Returns the same weight in smaller groups, which repeat scales. Args: group: a divisor of the present one."""
     assert self.group % group == 0, (self.group, group)

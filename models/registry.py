@@ -17,7 +17,7 @@ from models.families import gemma, granite, llama, mistral, qwen2, qwen3
 from models.families.class_head import read_class_head
 from models.families.keys import UnsupportedModel
 from models.families.tensor_map import TensorMap, llama_tensors
-from models.linear import PLAIN, WeightForm
+from models.weight_form import PLAIN, WeightForm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,9 +41,9 @@ from engine.scheduler import Scheduler
 from engine.settings import SchedulingSettings, declared_settings
 from engine.shapes import LadderChoice, ShapeLadder, StepShape
 from models.config import ModelConfig
-from models.linear import WeightForm
 from models.registry import architecture_of
 from models.split import ModelSplit
+from models.weight_form import INT8, PLAIN_MATRIX, WeightForm
 from pallas_kernels import native
 
 # The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
@@ -264,8 +264,9 @@ def build_side(
   )
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
-  form = WeightForm(matmul == "packed", options.quantization, options.deterministic, device.platform == "tpu")
-  if form.quantization == "int8" and not form.packed and device.platform == "cpu":
+  matrix = INT8 if options.quantization == "int8" else PLAIN_MATRIX
+  form = WeightForm(matmul == "packed", matrix, ordered=options.deterministic, flat=device.platform == "tpu")
+  if matrix == INT8 and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"
 

@@ -17,7 +17,7 @@ from engine.device.programs import ProgramSpec
 from engine.device.weights import Checkpoint, open_checkpoint
 from engine.errors import ConfigError
 from models.config import ModelConfig
-from models.linear import WeightForm
+from models.weight_form import PLAIN_MATRIX, WeightForm
 
 _DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo_draft"
 _TOKENIZER = "tokenizer.json"
@@ -94,7 +94,7 @@ def open_draft(
       "--draft_model"
     )
   folder = str(_DEMO) if path == "demo" else path
-  plain = dataclasses.replace(form, quantization="none", ordered=False)
+  plain = dataclasses.replace(form, matrix=PLAIN_MATRIX, ordered=False)
   checkpoint = open_checkpoint(folder, mesh, dtype, plain, random_weights)
   config = checkpoint.declared.config
   if not (config.has_token_head and model.has_token_head):

@@ -4,7 +4,7 @@ A `ReadPart` returns a part of a plain parameter, in host memory. Shares are rea
 its own devices hold.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ from models.split import Box, ModelSplit
 
 # (stored name, part of the parameter in the model) -> the part, contiguous or a view
 ReadPart = Callable[[str, Box], np.ndarray]
-# (stored name, plain value[, part of it]) -> parameters by stored name; see models.linear.arranger
+# (stored name, value[, part of it]) -> parameters by stored name; see models.linear.arranger
 Arrange = Callable[..., dict[str, Any]]
 
 
@@ -77,6 +77,10 @@ class ShareReader:
       out[target] = found
     return np.zeros(sizes, leaf.dtype) if out is None else out
 
+  def read_whole(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a parameter of all shares together, of `shape`."""
+    return self.read_share(name, shape, tuple(slice(0, size) for size in shape))
+
   def load_plain(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
     """Yields each parameter of `wanted`, in the plain form, on the devices."""
     for name, leaf in wanted.items():
@@ -96,22 +100,50 @@ class ShareReader:
       whole: `arrange` needs the whole plain parameter, whose numbers decide scales.
     """
     for name, leaf in wanted.items():
-      everything = tuple(slice(0, size) for size in leaf.shape)
-      value = self.read_share(name, leaf.shape, everything) if whole else None
-      shares: dict[tuple[tuple[int, int], ...], dict[str, Any]] = {}
-      placed: dict[str, list[jax.Array]] = {}
-      for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        part = _bounded(index, leaf.shape)
-        key = tuple((each.start, each.stop) for each in part)
-        if key not in shares:
-          own = arrange(name, self.read_share(name, leaf.shape, part)) if value is None else arrange(name, value, part)
-          shares[key] = own
-        for made, array in shares[key].items():
-          placed.setdefault(made, []).append(jax.device_put(array, device))
-      yield {
-        made: jax.make_array_from_single_device_arrays(kept[made].shape, kept[made].sharding, arrays)
-        for made, arrays in placed.items()
-      }
+      if whole:
+        yield from arrange_on_devices([(name, self.read_whole(name, leaf.shape))], wanted, kept, arrange)
+      else:
+        make = functools.partial(self._make_own, name, leaf.shape, arrange)
+        yield _place_shares(leaf, kept, make)
+
+  def _make_own(self, name: str, shape: tuple[int, ...], arrange: Arrange, part: Box) -> dict[str, Any]:
+    return arrange(name, self.read_share(name, shape, part))
+
+
+def arrange_on_devices(
+  values: Iterable[tuple[str, Any]],
+  wanted: dict[str, jax.ShapeDtypeStruct],
+  kept: dict[str, jax.ShapeDtypeStruct],
+  arrange: Arrange,
+) -> Iterator[dict[str, jax.Array]]:
+  """Yields the parameters that `arrange` makes of parts of whole values, device by device.
+
+  Args:
+    values: stored names and whole parameters.
+    wanted, kept, arrange: as in ShareReader.load_arranged.
+  """
+  for name, value in values:
+    yield _place_shares(wanted[name], kept, functools.partial(arrange, name, value))
+
+
+def _place_shares(
+  leaf: jax.ShapeDtypeStruct, kept: dict[str, jax.ShapeDtypeStruct], make: Callable[[Box], dict[str, Any]]
+) -> dict[str, jax.Array]:
+  """Returns parameters on the devices that have parts of `leaf`, each made once of its part."""
+  shares: dict[tuple[tuple[int, int], ...], dict[str, Any]] = {}
+  placed: dict[str, list[jax.Array]] = {}
+  assert leaf.sharding is not None
+  for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+    part = _bounded(index, leaf.shape)
+    key = tuple((each.start, each.stop) for each in part)
+    if key not in shares:
+      shares[key] = make(part)
+    for made, array in shares[key].items():
+      placed.setdefault(made, []).append(jax.device_put(array, device))
+  return {
+    made: jax.make_array_from_single_device_arrays(kept[made].shape, kept[made].sharding, arrays)
+    for made, arrays in placed.items()
+  }
 
 
 def _bounded(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:

@@ -7,6 +7,7 @@ It checks the folder before it makes the first array. It never opens pickled wei
 from collections.abc import Callable, Iterator
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -20,20 +21,25 @@ import numpy as np
 from engine.device import orbax_folder
 from engine.device.file_checksums import SUMS, read_sums, verify_sum
 from engine.device.mesh import AXIS, num_shares, place_array, spread_params
+from engine.device.quantized_source import QuantizedSource
 from engine.device.safetensors_file import StoredTensor, read_header
-from engine.device.weight_shares import ShareReader, parameter_axes
+from engine.device.weight_shares import ShareReader, arrange_on_devices, parameter_axes
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import INDEX, SINGLE, check_model_folder, leads_outside, name_of_model
 from models.config import ModelConfig
 from models.families.keys import unknown_keys
 from models.families.tensor_map import Piece
-from models.linear import PLAIN, WeightForm, arranger, stored_name
+from models.grouped_weight import GroupedWeight
+from models.linear import arranger, stored_name
 from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
 from models.split import ModelSplit
+from models.weight_form import PLAIN, PLAIN_MATRIX, UnsupportedForm, WeightForm
 
 _MOST_NAMED = 20  # most unknown keys in one warning
 _BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
 _EMBEDDING = "model.embed_tokens.weight"
+# (folder, config.json, its model) -> the folder's low-precision weights, if it has some
+FindSource = Callable[[pathlib.Path, dict[str, Any], ModelConfig], QuantizedSource | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Checkpoint:
     kept: those leaves by parameter name, in the tree's order.
     stored_dtypes: JAX names of the weights' dtypes in the folder, sorted; () for random weights.
     num_parameters: number of parameters of the plain model.
+    label: what a folder of low-precision weights holds; "" for another.
     load: reads the weights to their shardings and calls its optional argument with the bytes loaded so far. Besides the
       parameters it needs host memory for about one tensor (Hugging Face) or one gibibyte (Orbax). Raises
       CheckpointError.
@@ -75,6 +82,7 @@ class Checkpoint:
   stored_dtypes: tuple[str, ...]
   num_parameters: int
   load: Callable[..., LoadedModel]
+  label: str = ""
 
 
 def open_checkpoint(
@@ -84,6 +92,7 @@ def open_checkpoint(
   form: WeightForm = PLAIN,
   random_weights: bool = False,
   num_token_ids: int = 0,
+  find_source: FindSource = lambda folder, raw, config: None,
 ) -> Checkpoint:
   """Opens and checks a model folder of either kind.
 
@@ -91,14 +100,15 @@ def open_checkpoint(
     path: the folder.
     mesh: result of engine.device.mesh.make_mesh.
     dtype: dtype of the parameters on the device, bfloat16 or float32; the file's may differ.
-    form: representation of matrices. The loader converts each matrix before it reads the next (Sluice folder: after
-      all).
+    form: representation of matrices; those of a low-precision folder have their own. The loader converts each matrix
+      before it reads the next (Sluice folder: after all).
     random_weights: generates fixed random weights on the devices; reads only config.json.
     num_token_ids: ids of the tokenizer; 0: there is no tokenizer.
+    find_source: opens a folder of low-precision weights; None: its weights are plain.
 
   Raises:
     CheckpointError: with the file and, if any, the tensor.
-    ConfigError: the dtype is not supported.
+    ConfigError: the dtype is not supported, or a matrix cannot have the form.
   """
   dtype = jnp.dtype(dtype)
   if dtype not in (jnp.bfloat16, jnp.float32):
@@ -119,26 +129,39 @@ def open_checkpoint(
       f"{num_token_ids - 1}; use files of one model"
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
+  source = None if random_weights else find_source(folder, raw, config)
   stored: dict[str, StoredTensor] = {}
-  if not is_orbax and not random_weights:
+  if not is_orbax and not random_weights and not (source and source.reads_all):
     stored, is_backbone = _found_tensors(folder)
     if is_backbone and not config.tie_embeddings and "lm_head.weight" not in stored:
       config = dataclasses.replace(config, has_token_head=False)
     _check_tensors(folder, stored, config)
   stored_dtypes = {marker["dtype"]} if is_orbax else set()
   if stored:
-    stored_dtypes = {stored[piece.name].numpy_dtype.name for pieces in tensors(config).values() for piece in pieces}
+    names = [piece.name for pieces in tensors(config).values() for piece in pieces if piece.name in stored]
+    stored_dtypes = {stored[name].numpy_dtype.name for name in names}
   split = ModelSplit(config, num_shares(mesh))
   is_shared = split.num_devices > 1
   form = dataclasses.replace(form, axis=AXIS if is_shared else "")
+  if source is not None:
+    form = dataclasses.replace(form, matrix=PLAIN_MATRIX, forms=tuple(source.forms.items()))
+    if not split.is_exact:
+      raise ConfigError(
+        f"num_devices={split.num_devices}: {folder} holds {source.label} weights, parts of which so many devices would "
+        "pad or repeat; set --num_devices to a divisor of the KV heads and of the hidden and vocabulary sizes"
+      )
   whole = abstract(config, dtype)[1]
   plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(whole)}
   wanted = _declared(mesh, abstract(split.share, dtype)[1])
-  graphdef, state = abstract(split.share, dtype, form)
+  by_share = form.packed  # each device's share is made of its part alone, not of the arrays on all devices
+  try:
+    graphdef, state = abstract(split.share, dtype, form)
+    arrange = arranger(nnx.merge(*((graphdef, state) if by_share else abstract(split.padded, dtype, form))))
+  except UnsupportedForm as error:
+    raise ConfigError(f"{folder}: {error}; set another --quantization or --quantization_group_size") from error
   kept = _declared(mesh, state)
+  given = frozenset() if source is None else frozenset(plain if source.reads_all else source.forms)
   on_host = form.is_made_on_host
-  # A packed share is made of the device's part alone, other forms of the arrays on all devices.
-  arrange = arranger(nnx.merge(*((graphdef, state) if on_host else abstract(split.padded, dtype, form))))
   declared = LoadedModel(
     config=config,
     graphdef=graphdef,
@@ -151,6 +174,7 @@ def open_checkpoint(
   def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:
     num_read: list[int] = []  # bytes of each part
     in_parts = is_shared and (on_host or not split.is_exact)
+    others = {name: leaf for name, leaf in wanted.items() if name not in given}
 
     def arranged(arrays: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
       return (arrange(name, array) for name, array in arrays)
@@ -166,16 +190,22 @@ def open_checkpoint(
       read = None
     if read is not None:
       reader = ShareReader(split, plain, parameter_axes(whole), read)
-      if on_host:
-        made = reader.load_arranged(wanted, kept, arrange, whole=form.quantization != "none")
+      if by_share:
+        made = reader.load_arranged(others, kept, arrange, whole=not form.is_plain)
+      elif on_host:
+        made = arranged((name, reader.read_whole(name, leaf.shape)) for name, leaf in others.items())
       else:
-        made = arranged(reader.load_plain(wanted))
+        made = arranged(reader.load_plain(others))
     elif random_weights:
-      made = arranged(_generate(config, wanted))
+      made = arranged(_generate(config, others))
     elif is_orbax:
-      made = arranged(_restored(folder, wanted))
+      made = arranged(_restored(folder, others))
     else:
-      made = arranged(_map_safetensors(stored, config, wanted, num_read.append))
+      made = arranged(_map_safetensors(stored, config, others, num_read.append))
+    if source is not None:
+      values = ((name, _given(source, name, plain[name].dtype)) for name in wanted if name in given)
+      placed = arrange_on_devices(values, wanted, kept, arrange) if by_share else arranged(values)
+      made = itertools.chain(placed, made)
     held: dict[str, jax.Array] = {}
     num_bytes = 0
     for values in made:
@@ -188,7 +218,13 @@ def open_checkpoint(
     return dataclasses.replace(declared, params=params, num_bytes_read=sum(num_read))
 
   num_parameters = sum(leaf.size for leaf in plain.values())
-  return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load)
+  label = "" if source is None else source.label
+  return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load, label)
+
+
+def _given(source: QuantizedSource, name: str, dtype: np.dtype) -> np.ndarray | GroupedWeight:
+  value = source.read(name)
+  return value if isinstance(value, GroupedWeight) else np.asarray(value, dtype)
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:

@@ -18,9 +18,9 @@ from engine.device.weights import parameter_name
 from engine.shapes import ShapeLadder
 from models.attention import dense_causal_attend
 from models.config import ModelConfig
-from models.linear import WeightForm
 from models.registry import abstract
 from models.split import ModelSplit
+from models.weight_form import WeightForm
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 

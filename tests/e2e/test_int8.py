@@ -10,7 +10,7 @@ from engine.device.build import build_engine
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
 from engine.device.weights import open_checkpoint
-from models.linear import PLAIN, WeightForm
+from models.weight_form import INT8, PLAIN, WeightForm
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 from tests.device.tiny_model import MAX_LEN, dense_logits
@@ -39,7 +39,7 @@ def test_logits_stay_near():
   tokenizer = Tokenizer(DEMO)
   mesh = make_mesh(jax.devices()[:1])
   models = []
-  for form in (PLAIN, WeightForm(quantization="int8")):
+  for form in (PLAIN, WeightForm(matrix=INT8)):
     loaded = open_checkpoint(str(DEMO), mesh, jnp.dtype("float32"), form).load()
     models.append((loaded.graphdef, loaded.params))
   errors, sizes = [], []

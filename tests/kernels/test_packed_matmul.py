@@ -17,9 +17,10 @@ import pytest
 from engine.device.weights import parameter_name
 from models.config import ModelConfig
 from models.layers import RMSNorm
-from models.linear import PLAIN, WeightForm, arranger
+from models.linear import arranger
 from models.quantize import quantize
 from models.registry import abstract
+from models.weight_form import INT8, PLAIN, WeightForm
 from pallas_kernels import native
 from pallas_kernels.packed_matmul import api
 from tests.device.tiny_model import TINY, dense_logits, random_params
@@ -275,7 +276,7 @@ def test_a_model_gives_the_same_logits(changes: dict, int8: bool) -> None:
   config = dataclasses.replace(TINY, **changes)
   _, state = random_params(config, jnp.float32)
   tokens = list(range(2, 30))
-  plain = WeightForm(quantization="int8") if int8 else PLAIN
+  plain = WeightForm(matrix=INT8) if int8 else PLAIN
   expected = dense_logits(in_form(config, jnp.float32, state, plain), tokens)
   found = dense_logits(in_form(config, jnp.float32, state, dataclasses.replace(plain, packed=True)), tokens)
   assert np.abs(expected).max() > 1

@@ -1,5 +1,6 @@
 """Linear layers: whatever holds the weight, the same work around the product gives the same result."""
 
+import math
 import pathlib
 import typing
 
@@ -12,23 +13,29 @@ import pytest
 from engine.device.mesh import make_mesh
 from engine.device.weights import open_checkpoint, parameter_name
 from models.config import Activation
+from models.grouped_weight import GroupedWeight, quantize_by_group
 from models.layers import RMSNorm
-from models.linear import Embedding, Linear, WeightForm, arranger, declare_vocabulary
+from models.linear import Embedding, Linear, arranger, declare_vocabulary
+from models.weight_form import INT8, MatrixForm, UnsupportedForm, WeightForm
 from pallas_kernels import native
 
 DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
 FORMS = {
   "plain": WeightForm(),
-  "int8": WeightForm(quantization="int8"),
+  "int8": WeightForm(matrix=INT8),
   "flat": WeightForm(flat=True),
-  "flat int8": WeightForm(quantization="int8", flat=True),
+  "flat int8": WeightForm(matrix=INT8, flat=True),
   "packed": WeightForm(packed=True),
   "ordered": WeightForm(packed=True, ordered=True),
-  "packed int8": WeightForm(packed=True, quantization="int8"),
+  "packed int8": WeightForm(packed=True, matrix=INT8),
+  "by output": WeightForm(matrix=MatrixForm("grouped", 8, scale_dtype="float32")),
+  "by group": WeightForm(matrix=MatrixForm("grouped", 4, 6, scale_dtype="float16")),
+  "flat by group": WeightForm(matrix=MatrixForm("grouped", 4, 6, scale_dtype="float16"), flat=True),
 }
-# What int8 is off by, of outputs of about 1: half a step of 1/127 of the greatest weight, over 24 inputs.
-TOLERANCE = {name: 0.1 if "int8" in name else 1e-5 for name in FORMS}
-_D, _OUTPUTS = 24, (3, 2, 5)
+# What int8 is off by, of outputs of about 1: half a step of 1/127 of the greatest weight, over 24 inputs. Products with
+# groups are compared with those of the dequantised weight.
+TOLERANCE = {name: 0.1 if "int8" in name else 2e-5 for name in FORMS}
+_D, _OUTPUTS = 24, (3, 5, 2)
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's matmul serves here")
 pytestmark = [needs_compiler, pytest.mark.usefixtures("quick_compilation")]
@@ -38,11 +45,20 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
   return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
-def filled(layer: Linear, weight: np.ndarray) -> Linear:
+def held(form: str, weight: np.ndarray, num_inputs: int = 1) -> np.ndarray:
+  """The weight that products with groups multiply by."""
+  own = FORMS[form].matrix
+  if own.kind != "grouped":
+    return weight
+  inputs = math.prod(weight.shape[:num_inputs])
+  return quantize_by_group(weight, num_inputs, own.bits, own.group or inputs).dequantize()
+
+
+def filled(layer: Linear, weight: np.ndarray | GroupedWeight) -> Linear:
   """With the weight in the layer's own form; a bias is filled with numbers."""
   model = nnx.Dict(it=layer)
   for name, value in arranger(model)("it", weight).items():
-    parameter = getattr(layer.matrix, "array" if name == "it" else "scales")
+    parameter = getattr(layer.matrix, {"it": "array", "it_scale": "scales", "it_offset": "offsets"}[name])
     assert parameter[...].shape == value.shape and parameter[...].dtype == value.dtype
     parameter[...] = jnp.asarray(value)
   if layer.bias is not None:
@@ -74,7 +90,7 @@ def test_the_work_around_a_product(form, offset, residual, multiplier, bias):
   before, behind = None if offset is None else norm(offset), norm(1.0, 30) if residual == "through a norm" else None
   stream = None if residual == "none" else jnp.asarray(added)
   found = layer(jnp.asarray(x), norm=before, residual=stream, residual_norm=behind)
-  expected = (x if before is None else by_hand(before, x)) @ weight
+  expected = (x if before is None else by_hand(before, x)) @ held(form, weight)
   expected = multiplier * (expected + (0 if layer.bias is None else np.asarray(layer.bias[...])))
   expected = expected if behind is None else by_hand(behind, expected)
   np.testing.assert_allclose(found, expected + (0 if residual == "none" else added), atol=TOLERANCE[form], rtol=0)
@@ -90,7 +106,7 @@ def test_gates_go_through_their_activation(form: str, activation: Activation):
     gated = gates / (1 + np.exp(-gates))
   else:
     gated = 0.5 * gates * (1 + np.tanh((2 / np.pi) ** 0.5 * (gates + 0.044715 * gates**3)))
-  expected = gated * values @ (numbers(_D, 6) * _D**-0.5)
+  expected = gated * values @ held(form, numbers(_D, 6) * _D**-0.5)
   np.testing.assert_allclose(layer(jnp.asarray(x), activation=activation), expected, atol=TOLERANCE[form], rtol=0)
 
 
@@ -107,7 +123,9 @@ def test_several_dimensions(form, num_inputs, split_behind):
   layer = filled(Linear.declare(shape, axes, jnp.dtype(jnp.float32), FORMS[form], num_inputs=num_inputs), weight)
   found = layer(jnp.asarray(x))
   assert found.shape == (4, *shape[num_inputs:])
-  np.testing.assert_allclose(found, np.tensordot(x, weight, num_inputs), atol=2 * TOLERANCE[form], rtol=0)
+  np.testing.assert_allclose(
+    found, np.tensordot(x, held(form, weight, num_inputs), num_inputs), atol=2 * TOLERANCE[form], rtol=0
+  )
 
 
 @pytest.mark.parametrize("form", ["plain", "packed", "ordered"])
@@ -139,8 +157,9 @@ def test_the_vocabulary(form, tied):
   model = nnx.merge(graphdef, jax.tree.map_with_path(lambda path, _: jnp.asarray(made[parameter_name(path)]), state))
   ids, x = np.array([[3, 39], [0, 33]], np.int32), numbers(5, _D) * _D**-0.5
   assert isinstance(model.embed, Embedding) and isinstance(model.head, Linear)
-  np.testing.assert_array_equal(model.embed(jnp.asarray(ids)), table[ids] * np.float32(3.0))
-  expected = 0.5 * x @ (table.T if tied else weight)
+  lines = held(form, table.T).T if tied else table
+  np.testing.assert_array_equal(model.embed(jnp.asarray(ids)), lines[ids] * np.float32(3.0))
+  expected = 0.5 * x @ held(form, table.T if tied else weight)
   np.testing.assert_allclose(model.head(jnp.asarray(x)), expected, atol=TOLERANCE[form], rtol=0)
 
 
@@ -158,3 +177,47 @@ def test_what_the_host_holds_comes_out_in_memory_of_its_own():
     table = numbers(40, _D)
     for value in arranger(nnx.Dict(embed=embed, head=head))("embed", table).values():
       assert not np.shares_memory(np.asarray(value), table)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_a_checkpoints_codes_are_multiplied_as_they_are(bits, groups, num_inputs):
+  """With offsets, whose scales are f16, and in the layer that the name has, beside a plain one."""
+  shape = (_D, 5) if num_inputs == 1 else (4, 6, 5)
+  rng = np.random.default_rng(groups)
+  codes = rng.integers(0, 1 << bits, shape, np.uint8)
+  scales, offsets = (rng.standard_normal((groups, 5)).astype(np.float16) for _ in range(2))
+  weight = GroupedWeight(codes, scales, bits, num_inputs, offsets)
+  form = WeightForm(forms=(("layers.1.it", MatrixForm.of_weight(weight)),))
+  for name, given in (("layers.0", weight.dequantize()), ("layers.1", weight)):
+    made = Linear.declare(
+      shape, (None,) * len(shape), jnp.dtype(jnp.float32), form.at(name).at("it"), num_inputs=num_inputs
+    )
+    x = numbers(3, *shape[:num_inputs])
+    expected = np.tensordot(x, weight.dequantize(), num_inputs)
+    np.testing.assert_allclose(filled(made, given)(jnp.asarray(x)), expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_an_embedding_of_codes_is_looked_up_and_multiplied():
+  """An embedding with a form of its own keeps its codes; tied, the head has the same ones."""
+  weight = quantize_by_group(numbers(_D, 40), 1, 4, 8)
+  form = WeightForm(forms=(("embed", MatrixForm.of_weight(weight)),))
+  for tied in (True, False):
+    embed, head = declare_vocabulary(40, _D, jnp.dtype(jnp.float32), form, tied=tied)
+    model = nnx.Dict(embed=embed, head=head)
+    assert isinstance(embed, Embedding) and isinstance(head, Linear)
+    assert (embed.matrix is head.matrix) == tied
+    for name, value in arranger(model)("embed", weight).items():
+      setattr(embed.matrix, "array" if name == "embed" else "scales", nnx.Param(jnp.asarray(value)))
+    ids = np.array([[3, 39], [0, 33]], np.int32)
+    np.testing.assert_array_equal(embed(jnp.asarray(ids)), weight.dequantize().T[ids])
+
+
+def test_inputs_that_make_no_groups():
+  form = WeightForm(matrix=MatrixForm("grouped", 4, 32, scale_dtype="float16")).at("layers.0.mlp.down")
+  with pytest.raises(UnsupportedForm, match="down has 24 inputs, which groups of 32 do not divide"):
+    Linear.declare((_D, 4), (None, None), jnp.dtype(jnp.float32), form)
+  odd = WeightForm(matrix=MatrixForm("grouped", 4, scale_dtype="float16")).at("it")
+  with pytest.raises(UnsupportedForm, match="it has 7 inputs, an odd number of codes of 4 bits"):
+    Linear.declare((7, 4), (None, None), jnp.dtype(jnp.float32), odd)

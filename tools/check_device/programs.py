@@ -16,9 +16,9 @@ from engine.device.programs import ProgramSpec
 from engine.device.sampler import num_alternatives
 from engine.shapes import StepShape
 from models.config import ModelConfig
-from models.linear import WeightForm
 from models.registry import abstract, config_from_hf
 from models.split import ModelSplit
+from models.weight_form import INT8, PLAIN_MATRIX, WeightForm
 from pallas_kernels.paged_attention import api
 
 DTYPE = jnp.dtype("bfloat16")
@@ -97,7 +97,7 @@ def make_spec(
   block_size = api.preferred_block_size(attention)
   axis = mesh_lib.AXIS if len(devices) > 1 else ""
   form = WeightForm(
-    quantization="int8" if int8 else "none", ordered=deterministic, flat=devices[0].platform == "tpu", axis=axis
+    matrix=INT8 if int8 else PLAIN_MATRIX, ordered=deterministic, flat=devices[0].platform == "tpu", axis=axis
   )
   graphdef, state = abstract(ModelSplit(model, len(devices)).share, DTYPE, form)
   leaves, tree = jax.tree.flatten(mesh_lib.spread_params(mesh, state))

@@ -1,0 +1,408 @@
+"""Representations of the weights of matrix products. May not know layers or decoders.
+
+A representation is one class: its declared parameters, its conversion of a weight, and its product with the norm or
+gates before it and the residual after it. To add one, write a class and add a line to `_MATRICES`. Scales inside the
+sum belong to the class's product.
+"""
+
+import dataclasses
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import Activation
+from models.grouped_weight import GroupedWeight, quantize_by_group
+from models.layers import SPLIT_AXES, RMSNorm, param
+from models.quantize import quantize
+from models.weight_form import PLAIN_MATRIX, MatrixForm, UnsupportedForm, WeightForm
+from pallas_kernels.packed_matmul import api as packed_matmul
+
+Array = jax.Array | np.ndarray
+Weight = Array | GroupedWeight
+Part = tuple[slice, ...]  # of an array, by dimension
+
+
+def apply_gates(x: jax.Array, activation: Activation) -> jax.Array:  # [..., 2, F] -> [..., F]
+  gates = jax.nn.silu(x[..., 0, :]) if activation == "silu" else jax.nn.gelu(x[..., 0, :], approximate=True)
+  return gates * x[..., 1, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixSpec:
+  """A weight in a checkpoint.
+
+  Attributes:
+    shape, axes: dimensions and their logical names; the first `num_inputs` are inputs, the others outputs.
+    num_inputs: at least 1.
+    dtype: of the plain weight.
+  """
+
+  shape: tuple[int, ...]
+  axes: tuple[str | None, ...]
+  num_inputs: int
+  dtype: jnp.dtype
+
+  @property
+  def inputs(self) -> tuple[int, ...]:
+    return self.shape[: self.num_inputs]
+
+  @property
+  def outputs(self) -> tuple[int, ...]:
+    return self.shape[self.num_inputs :]
+
+  @property
+  def splits_inputs(self) -> bool:
+    """Whether each device has a share of the inputs, and so a part of every sum."""
+    return any(axis in SPLIT_AXES for axis in self.axes[: self.num_inputs])
+
+  @property
+  def splits_outputs(self) -> bool:
+    return any(axis in SPLIT_AXES for axis in self.axes[self.num_inputs :])
+
+
+class Matrix(nnx.Module):
+  """A weight in one representation.
+
+  Attributes:
+    array: the parameter under the layer's stored name.
+  """
+
+  array: nnx.Param
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    """Args: form: of the matrix, whose name errors mention. Raises UnsupportedForm."""
+    del form
+    self.spec = spec
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    """Converts a weight to the parameters of this module, by attribute.
+
+    Copies arrays in host memory, because a weight may be a view of a file.
+
+    Args:
+      weight: of `spec.shape`; with a part, of any shape. Only grouped forms take a GroupedWeight, of their own form.
+      part: the part of `weight` that has `spec.shape`. The rest decides scales with it. Only forms that are made on the
+        host take one.
+    """
+    raise NotImplementedError
+
+  def product(
+    self,
+    x: jax.Array,
+    *,
+    norm: RMSNorm | None = None,
+    activation: Activation | None = None,
+    residual: jax.Array | None = None,
+    num_rows: jax.Array | None = None,
+    dtype: jnp.dtype | None = None,
+  ) -> jax.Array:
+    """Multiplies x [..., *inputs] by the weight: [..., *outputs]. Arguments as in `Linear.__call__`."""
+    raise NotImplementedError
+
+
+class PlainMatrix(Matrix):
+  """The checkpoint's layout, multiplied by XLA; with `form.flat` one matrix unless devices split an inner dimension."""
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(spec, form)
+    self.shape, axes, num_inputs = spec.shape, spec.axes, spec.num_inputs
+    if form.flat and not any(axes[1:num_inputs]) and not any(axes[num_inputs + 1 :]):
+      self.shape, axes = (math.prod(spec.inputs), math.prod(spec.outputs)), (axes[0], axes[num_inputs])
+    self.array = param(self.shape, axes, spec.dtype)
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    assert part is None, "made on the device"
+    assert not isinstance(weight, GroupedWeight), "a plain layer"
+    return {"array": own_array(weight).reshape(self.shape)}
+
+  def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
+    del num_rows
+    x = x if norm is None else norm(x)
+    x = x if activation is None else apply_gates(x, activation)
+    y = self._scaled(self._times(x, self.array[...], dtype))
+    return y if residual is None else residual + y
+
+  def _times(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+    spec = self.spec
+    lead, inputs, outputs = x.shape[: x.ndim - spec.num_inputs], math.prod(spec.inputs), math.prod(spec.outputs)
+    if any(spec.axes[spec.num_inputs + 1 :]):
+      # Not x @ weight.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
+      assert spec.num_inputs == 1 and len(spec.outputs) == 2, spec
+      return jnp.einsum("...d,dcf->...cf", x, weight, preferred_element_type=dtype)
+    x, weight = x.reshape(*lead, inputs), weight.reshape(inputs, outputs)
+    return jnp.matmul(x, weight, preferred_element_type=dtype).reshape(*lead, *spec.outputs)
+
+  def _scaled(self, product: jax.Array) -> jax.Array:
+    return product
+
+
+class Int8Matrix(PlainMatrix):
+  """Integers, with scales of the output's dimensions applied after the sum. XLA converts during the product."""
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
+    self.scales = param(spec.outputs, spec.axes[spec.num_inputs :], jnp.dtype(jnp.float32))
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    assert part is None, "made on the device"
+    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
+    return {"array": values.reshape(self.shape), "scales": scales}
+
+  def _times(self, x, weight, dtype):
+    return super()._times(x, weight.astype(x.dtype), dtype)  # exact in any dtype of x
+
+  def _scaled(self, product):
+    scales = jnp.broadcast_to(self.scales[...], product.shape)
+    return (product.astype(jnp.float32) * scales).astype(product.dtype)
+
+
+class GroupedMatrix(PlainMatrix):
+  """Codes with scales and offsets by group of inputs, which XLA dequantizes in the product.
+
+  x keeps its dtype: only the packed kernel quantizes activations. A byte holds two codes of 4 bits, adjacent ones of
+  the last input dimension, the first in the low bits. With one group, and no offsets, the scales multiply the sums.
+  """
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    own, count = form.own, check_groups(spec, form)
+    shape = list(spec.shape)
+    if own.bits == 4:
+      shape[spec.num_inputs - 1] //= 2
+    super().__init__(dataclasses.replace(spec, shape=tuple(shape), dtype=jnp.dtype(jnp.uint8)), form)
+    self.spec, self.form = spec, own
+    axes = ("share" if spec.splits_inputs and count > 1 else None, *spec.axes[spec.num_inputs :])
+    self.scales = param((count, *spec.outputs), axes, jnp.dtype(own.scale_dtype))
+    self.offsets = param((count, *spec.outputs), axes, jnp.dtype(own.scale_dtype)) if own.has_offsets else None
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    held = group_weight(weight, self.spec, self.form, part)
+    codes = held.codes
+    if self.form.bits == 4:
+      axis = self.spec.num_inputs - 1
+      pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
+      codes = pairs.take(0, axis + 1) | (pairs.take(1, axis + 1) << 4)
+    made = {"array": own_array(codes).reshape(self.shape), "scales": own_array(held.scales)}
+    return made if held.offsets is None else made | {"offsets": own_array(held.offsets)}
+
+  def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
+    """Like `arrange`, from an array [V, D], or from a GroupedWeight with codes [D, V]."""
+    return self.arrange(table if isinstance(table, GroupedWeight) else table.T, None if part is None else part[::-1])
+
+  def lines(self, indices: jax.Array) -> jax.Array:
+    """Looks up columns of a matrix [D, V]: int32[...] -> [..., D]."""
+    codes = self._unpack(self.array[...][:, indices], 1)
+    offsets = None if self.offsets is None else self.offsets[...][:, indices]
+    weight = self._dequantize(codes, self.scales[...][:, indices], offsets, self.spec.dtype)
+    return jnp.moveaxis(weight, 0, -1)
+
+  def _unpack(self, codes: jax.Array, num_inputs: int) -> jax.Array:  # [*inputs, ...] of bytes -> of codes
+    if self.form.bits == 8:
+      return codes
+    pairs = jnp.stack([codes & 15, codes >> 4], num_inputs)
+    return pairs.reshape(*codes.shape[: num_inputs - 1], -1, *codes.shape[num_inputs:])
+
+  def _dequantize(self, codes, scales, offsets, dtype) -> jax.Array:  # [D, ...], [groups, ...] -> [D, ...]
+    grouped = codes.reshape(scales.shape[0], -1, *scales.shape[1:]).astype(jnp.float32)
+    weight = (grouped - self._zero) * scales[:, None].astype(jnp.float32)
+    if offsets is not None:
+      weight += offsets[:, None].astype(jnp.float32)
+    return weight.reshape(codes.shape).astype(dtype)
+
+  @property
+  def _zero(self) -> int:
+    return 1 << (self.form.bits - 1)
+
+  @property
+  def _scales_sums(self) -> bool:
+    return self.scales.shape[0] == 1 and self.offsets is None
+
+  def _times(self, x, weight, dtype):
+    spec = self.spec
+    codes = self._unpack(weight.reshape(*spec.inputs[:-1], -1, *spec.outputs), spec.num_inputs)
+    if self._scales_sums:
+      return super()._times(x, codes.astype(x.dtype) - jnp.asarray(self._zero, x.dtype), dtype)  # exact in any dtype
+    offsets = None if self.offsets is None else self.offsets[...]
+    flat = codes.reshape(math.prod(spec.inputs), *spec.outputs)
+    return super()._times(x, self._dequantize(flat, self.scales[...], offsets, x.dtype).reshape(spec.shape), dtype)
+
+  def _scaled(self, product):
+    if not self._scales_sums:
+      return product
+    scales = jnp.broadcast_to(self.scales[...][0].astype(jnp.float32), product.shape)
+    return (product.astype(jnp.float32) * scales).astype(product.dtype)
+
+
+def check_groups(spec: MatrixSpec, form: WeightForm) -> int:
+  """Returns the groups of a matrix, or of one device's share. Raises UnsupportedForm unless its inputs make groups."""
+  own, inputs = form.own, math.prod(spec.inputs)
+  where = " on each of these devices" if form.axis and spec.splits_inputs else ""
+  if own.group and inputs % own.group:
+    raise UnsupportedForm(f"{form.name} has {inputs} inputs{where}, which groups of {own.group} do not divide")
+  if own.bits == 4 and spec.inputs[-1] % 2:
+    raise UnsupportedForm(f"{form.name} has {spec.inputs[-1]} inputs{where}, an odd number of codes of 4 bits")
+  return own.num_groups(inputs)
+
+
+def group_weight(weight: Weight, spec: MatrixSpec, form: MatrixForm, part: Part | None = None) -> GroupedWeight:
+  """Returns a weight, or a part of it, in groups; quantizes one that is plain.
+
+  Args: spec: of the whole or of the part.
+  """
+  if isinstance(weight, GroupedWeight):
+    assert MatrixForm.of_weight(weight) == form, (MatrixForm.of_weight(weight), form)
+    return weight if part is None else weight.cut(part)
+  if part is not None and not (spec.splits_inputs and not form.group):  # else other parts decide the scales, too
+    weight, part = weight[part], None
+  inputs = math.prod(weight.shape[: spec.num_inputs])
+  made = quantize_by_group(np.asarray(weight), spec.num_inputs, form.bits, form.group or inputs)
+  return made if part is None else made.cut(part)
+
+
+class PackedMatrix(Matrix):
+  """The layout of pallas_kernels/packed_matmul, as one matrix [inputs, outputs]."""
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(spec, form)
+    self.ordered = form.ordered
+    shape = packed_matmul.packed_shape(math.prod(spec.inputs), math.prod(spec.outputs))
+    is_split = spec.splits_inputs or spec.splits_outputs
+    self.array = param(shape, ("share" if is_split else None, None, None), spec.dtype)
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    assert not isinstance(weight, GroupedWeight), "a plain layer"
+    weight = weight if part is None else weight[part]
+    return {"array": packed_matmul.pack_weight(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
+
+  def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
+    x, norm, activation = prepare_inputs(x, norm, activation)
+    spec, gated = self.spec, activation is not None
+    lead = x.shape[: x.ndim - spec.num_inputs - gated]
+    outputs = math.prod(spec.outputs)
+    product = packed_matmul.matmul(
+      x.reshape(*lead, math.prod(spec.inputs) * (2 if gated else 1)),
+      self.array[...],
+      outputs,
+      dtype=dtype,
+      scales=self._scales(),
+      norm=None if norm is None else (norm_scale(norm), norm.eps),
+      num_rows=num_rows,
+      gated=gated,
+      residual=None if residual is None else residual.reshape(*lead, outputs),
+      ordered=self.ordered,
+    )
+    return product.reshape(*lead, *spec.outputs)
+
+  def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
+    """Like `arrange`, from the transposed matrix."""
+    assert not isinstance(table, GroupedWeight), "a plain layer"
+    return self.arrange(table.T, None if part is None else part[::-1])
+
+  def lines(self, indices: jax.Array) -> jax.Array:
+    """Looks up columns of a matrix [D, V]: int32[...] -> [..., D]."""
+    return self.array[...][indices // packed_matmul.COLUMNS, :, indices % packed_matmul.COLUMNS]
+
+  def _scales(self) -> jax.Array | None:
+    return None
+
+
+def prepare_inputs(
+  x: jax.Array, norm: RMSNorm | None, activation: Activation | None, in_kernel: bool = True
+) -> tuple[jax.Array, RMSNorm | None, Activation | None]:
+  """Returns the arguments after applying the norm or the gates, unless a C++ kernel applies them.
+
+  Args: in_kernel: whether the kernel does so where it can.
+  """
+  # The kernels' scale has x's dtype, to which offset + scale would round.
+  if norm is not None and (not in_kernel or norm.offset and x.dtype != jnp.float32):
+    x, norm = norm(x), None
+  if activation is not None and (not in_kernel or activation != "silu"):
+    x, activation = apply_gates(x, activation), None
+  return x, norm, activation
+
+
+def norm_scale(norm: RMSNorm) -> jax.Array:
+  return norm.scale[...] + jnp.asarray(norm.offset, norm.scale.dtype) if norm.offset else norm.scale[...]
+
+
+class PackedInt8Matrix(PackedMatrix):
+  """Integers in the packed layout, with f32[outputs] scales that the kernel applies after the sum."""
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
+    axes = ("share" if spec.splits_outputs else None,)
+    self.scales = param((math.prod(spec.outputs),), axes, jnp.dtype(jnp.float32))
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
+    scales = scales if part is None else scales[part[self.spec.num_inputs :]]
+    return super().arrange(values, part) | {"scales": scales.reshape(-1)}
+
+  def _scales(self) -> jax.Array | None:
+    return self.scales[...]
+
+
+class Table(PlainMatrix):
+  """An embedding in the checkpoint's layout, [V, D], for lookups and, if tied, for x [..., D] times [D, V]."""
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    """Args: spec: the spec of the matrix [D, V]."""
+    super().__init__(dataclasses.replace(spec, shape=spec.shape[::-1], axes=spec.axes[::-1]), form)
+    self.spec = spec
+
+  def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
+    """Like `arrange`, from [V, D]."""
+    assert not isinstance(table, GroupedWeight), "a plain layer"
+    return self.arrange(table if part is None else table[part])
+
+  def lines(self, indices: jax.Array) -> jax.Array:
+    """Looks up rows: int32[...] -> [..., D]."""
+    return self.array[...][indices]
+
+  def _times(self, x, weight, dtype):
+    return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=dtype)
+
+
+def own_array(weight: Array) -> Array:
+  return packed_matmul.copy_array(weight) if isinstance(weight, np.ndarray) else weight
+
+
+# By packed and kind.
+_MATRICES: dict[tuple[bool, str], type[Matrix]] = {
+  (False, "plain"): PlainMatrix,
+  (False, "int8"): Int8Matrix,
+  (False, "grouped"): GroupedMatrix,
+  (True, "plain"): PackedMatrix,
+  (True, "int8"): PackedInt8Matrix,
+  (True, "grouped"): GroupedMatrix,
+}
+# A matrix whose lines can be looked up.
+TableMatrix = Table | PackedMatrix | GroupedMatrix
+# Those that are both embedding and tied head; otherwise the head is a separate matrix made from the embedding.
+_TIED: dict[tuple[bool, str], type[TableMatrix]] = {
+  (False, "plain"): Table,
+  (True, "plain"): PackedMatrix,
+  (False, "grouped"): GroupedMatrix,
+  (True, "grouped"): GroupedMatrix,
+}
+
+
+def declare_matrix(spec: MatrixSpec, form: WeightForm) -> Matrix:
+  """Declares a matrix in the form of its name. Raises UnsupportedForm."""
+  return _MATRICES[form.packed, form.own.kind](spec, form)
+
+
+def declare_tied(spec: MatrixSpec, form: WeightForm) -> TableMatrix | None:
+  """Declares an embedding and tied head as one matrix [D, V]; None if the form has none. Raises UnsupportedForm."""
+  kind = _TIED.get((form.packed, form.own.kind))
+  return None if kind is None else kind(spec, form)
+
+
+def declare_table(spec: MatrixSpec, form: WeightForm) -> TableMatrix:
+  """Declares an embedding that is only looked up, of the matrix [D, V]: plain unless its name has a form of its own."""
+  alone = dataclasses.replace(form, matrix=PLAIN_MATRIX)
+  return GroupedMatrix(spec, alone) if alone.own.kind == "grouped" else Table(spec, form)
