@@ -28,6 +28,7 @@ from extensions.python_api.sampling_params import SamplingParams
 from tools.arguments import CommandParser, output_file, positive_int
 from tools.demo_model import corpus, skills
 from tools.measure import commit, machine, show
+from tools.text_windows import cut_windows
 
 REFERENCE = "none"  # in float32
 # Enough for 32 requests of 2,000 positions of the demo model; two executables compile faster than five.
@@ -107,12 +108,9 @@ def make_story_documents(llm: LLM, num_tokens: int) -> list[Document]:
 
 
 def cut_documents(llm: LLM, text: str, num_tokens: int, window: int) -> list[Document]:
-  """Returns the first `num_tokens` tokens of a text in windows that do not overlap; all but each first token count."""
-  begin = llm.tokenize("")  # such as BOS
-  ids = llm.tokenize(text, add_special_tokens=False)[:num_tokens]
-  size = window - len(begin)
-  parts = [begin + ids[start : start + size] for start in range(0, len(ids), size)]
-  return [Document(part, [False] + [True] * (len(part) - 1)) for part in parts if len(part) > 1]
+  """Returns the first `num_tokens` tokens of a text in windows; all but the first token of each count."""
+  windows = cut_windows(llm.tokenize, text, num_tokens, window)
+  return [Document(part, [False] + [True] * (len(part) - 1)) for part in windows]
 
 
 def score_documents(llm: LLM, documents: Sequence[Document]) -> TextScores:
