@@ -2,6 +2,10 @@
 
 `pack_weight` changes the layout and `matmul` multiplies by the packed weight. XLA's own matmul on unpacked weights is
 the reference; it serves other platforms, several devices, and machines without a C++ compiler.
+
+`pack_codes` and `pack_group_values` change the layout of weights of 4 or 8 bits with a scale for each group of inputs,
+and `grouped_matmul` multiplies by them. It also quantizes x, to 8 bits by row and chunk of inputs;
+`reference_grouped_matmul` is the same arithmetic in numpy.
 """
 
 import contextlib
@@ -16,6 +20,8 @@ import numpy as np
 from pallas_kernels import native
 
 COLUMNS = 32  # kColumns
+CODES_OF_STEP = {4: 8, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes
+LARGEST_CHUNK = 128  # kLargestChunk
 _HUGE_PAGE = 2**21
 
 
@@ -109,23 +115,259 @@ def matmul(
     NativeMissing: the library is not built.
     ValueError: the shapes do not match.
   """
-  inputs, dtype = x.shape[-1] // (2 if gated else 1), dtype or x.dtype
+  if packed.shape != packed_shape(_count_inputs(x, gated, norm), outputs):
+    raise ValueError(f"packed matmul: x {x.shape} and packed {packed.shape} do not give {outputs} outputs")
+  if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
+    raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
+  weight = (packed, jnp.zeros(0, jnp.float32) if scales is None else scales, jnp.zeros(0, jnp.float32))
+  return _multiply(x, weight, outputs, dtype, norm, num_rows, gated, residual, ordered=ordered)
+
+
+def _count_inputs(x: jax.Array, gated: bool, norm: tuple[jax.Array, float] | None) -> int:
+  inputs = x.shape[-1] // (2 if gated else 1)
   if x.shape[-1] != inputs * (2 if gated else 1) or (gated and norm is not None):
     raise ValueError(f"packed matmul: gated x {x.shape} needs an even last axis, and no norm")
+  return inputs
+
+
+def _multiply(
+  x: jax.Array,
+  weight: tuple[jax.Array, jax.Array, jax.Array],
+  outputs: int,
+  dtype: jnp.dtype | None,
+  norm: tuple[jax.Array, float] | None,
+  num_rows: jax.Array | None,
+  gated: bool,
+  residual: jax.Array | None,
+  ordered: bool = True,
+  bits: int = 0,
+) -> jax.Array:
+  """Checks what both kinds of weights have in common and calls the kernel. Args: weight: values, scales, offsets."""
+  inputs, dtype = _count_inputs(x, gated, norm), dtype or x.dtype
   if residual is not None and (residual.shape != (*x.shape[:-1], outputs) or residual.dtype != dtype):
     raise ValueError(f"packed matmul: residual {residual.dtype}{list(residual.shape)} is not like the result")
-  if packed.shape != packed_shape(inputs, outputs):
-    raise ValueError(f"packed matmul: x {x.shape} and packed {packed.shape} do not give {outputs} outputs")
   scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
   if norm is not None and scale.shape != (inputs,):
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not match x {x.shape}")
-  if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
-    raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
   num_rows = native.pack_row_count("packed matmul", num_rows)
   rows = math.prod(x.shape[:-1])
   call = native.bind_call("packed_matmul", jax.ShapeDtypeStruct((rows, outputs), dtype))
   residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
-  scales = jnp.zeros(0, jnp.float32) if scales is None else scales
-  x2 = x.reshape(rows, x.shape[-1])
-  y = call(x2, packed, scales, scale, num_rows, residual, epsilon=np.float32(epsilon), gated=gated, ordered=ordered)
+  options = {"epsilon": np.float32(epsilon), "gated": gated, "ordered": ordered, "bits": np.int32(bits)}
+  y = call(x.reshape(rows, x.shape[-1]), *weight, scale, num_rows, residual, **options)
   return y.reshape(*x.shape[:-1], outputs)
+
+
+# --- Weights of 4 and 8 bits by group ---------------------------------------------------------------------------------
+
+
+def packed_codes_shape(inputs: int, outputs: int, bits: int) -> tuple[int, int, int, int]:
+  """Returns the packed shape of codes [D, N], uint8: [ceil(N / 32), ceil(D / 4), 32, 4], or with D / 8 for 4 bits.
+
+  Raises:
+    ValueError: bits is not 4 or 8.
+  """
+  return (-(-outputs // COLUMNS), -(-inputs // _codes_of_step(bits)), COLUMNS, 4)
+
+
+def group_values_shape(groups: int, outputs: int) -> tuple[int, int, int]:
+  """Returns the packed shape [ceil(N / 32), G, 32] of scales or offsets [G, N]."""
+  return packed_shape(groups, outputs)
+
+
+def chunk_of_group(group: int, bits: int) -> int:
+  """Returns the number of inputs of x that the kernel quantizes with one factor.
+
+  A chunk is a whole group of up to 128 inputs. A larger group has the smallest number of even chunks of at most 128,
+  rounded up to 8 inputs, and its last chunk may be smaller.
+  """
+  step = _codes_of_step(bits)
+  group = -(-group // step) * step
+  parts = -(-group // LARGEST_CHUNK)
+  return -(-group // (8 * parts)) * 8
+
+
+def check_group(inputs: int, groups: int, bits: int) -> None:
+  """Raises ValueError unless the kernel multiplies weights of `inputs` inputs in `groups` groups."""
+  step = _codes_of_step(bits)
+  if groups < 1 or inputs % groups:
+    raise ValueError(f"packed matmul: {groups} groups do not divide {inputs} inputs")
+  if groups > 1 and inputs // groups % step:
+    raise ValueError(
+      f"packed matmul: groups of {inputs // groups} inputs at {bits} bits; groups must be multiples of {step} inputs, "
+      "or a single one"
+    )
+
+
+def _codes_of_step(bits: int) -> int:
+  if bits not in CODES_OF_STEP:
+    raise ValueError(f"packed matmul: codes of {bits} bits; supported are 4 and 8")
+  return CODES_OF_STEP[bits]
+
+
+def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+  """Packs codes, each below 2**bits, into `packed_codes_shape`. Pads with zeros.
+
+  Args:
+    codes: uint8[D, N]; a transposed view costs no more than a contiguous array.
+    bits: 4 or 8; at 4 bits a byte holds the code of input d in its lower half and of d + 4 in its upper half.
+
+  Raises:
+    NativeMissing: the library is not built.
+    ValueError: the codes are not uint8[D, N], or bits is not 4 or 8.
+  """
+  if codes.dtype != np.uint8 or codes.ndim != 2:
+    raise ValueError(f"packed matmul: codes are {codes.dtype}{list(codes.shape)}; they must be uint8[D, N]")
+  inputs, outputs = codes.shape
+  packed = _zeros(packed_codes_shape(inputs, outputs, bits), codes.dtype)
+  packs = native.load_library("packed_matmul").SluicePackCodes
+  packs.restype = None
+  numbers = map(ctypes.c_int64, (bits, *codes.shape, *codes.strides))
+  packs(ctypes.c_void_p(codes.ctypes.data), *numbers, ctypes.c_void_p(packed.ctypes.data))
+  return packed
+
+
+def pack_group_values(values: np.ndarray) -> np.ndarray:
+  """Packs scales or offsets, float16 or float32 [G, N], into [ceil(N / 32), G, 32].
+
+  Raises:
+    NativeMissing: the library is not built.
+    ValueError: the values have another dtype or another number of dimensions.
+  """
+  if values.dtype not in (np.float16, np.float32) or values.ndim != 2:
+    raise ValueError(
+      f"packed matmul: values of groups are {values.dtype}{list(values.shape)}; they must be float16 or float32 [G, N]"
+    )
+  return pack_weight(values)
+
+
+def grouped_matmul(
+  x: jax.Array,
+  packed: jax.Array,
+  scales: jax.Array,
+  outputs: int,
+  *,
+  bits: int,
+  offsets: jax.Array | None = None,
+  dtype: jnp.dtype | None = None,
+  norm: tuple[jax.Array, float] | None = None,
+  num_rows: jax.Array | None = None,
+  gated: bool = False,
+  residual: jax.Array | None = None,
+) -> jax.Array:
+  """Returns x [..., D] times the weight scales * (codes - 2**(bits - 1)) + offsets, [D, N], as [..., N].
+
+  The kernel quantizes each row of x, after the norm or the gates, to signed 8-bit integers with a factor for each chunk
+  (`chunk_of_group`). Sums of a chunk are exact, and sums of chunks are f32 in a fixed order: a row has the same bits in
+  any batch. A row with a number that is not finite gives NaN; a chunk whose numbers are all below 2**-100 counts as 0.
+
+  Args:
+    x: float32 or bfloat16.
+    packed: uint8, result of `pack_codes`.
+    scales: float16 or float32 [ceil(N / 32), G, 32], result of `pack_group_values`. G divides D into groups of a
+      multiple of 4 inputs, at 4 bits of 8 inputs, or is 1.
+    outputs: N.
+    bits: 4 or 8.
+    offsets: like `scales`.
+    dtype, norm, num_rows, gated, residual: as in `matmul`.
+
+  Raises:
+    NativeMissing: the library is not built.
+    ValueError: the shapes or dtypes do not match.
+  """
+  inputs = _count_inputs(x, gated, norm)
+  if packed.shape != packed_codes_shape(inputs, outputs, bits) or packed.dtype != jnp.uint8:
+    raise ValueError(
+      f"packed matmul: codes are {packed.dtype}{list(packed.shape)}; x {x.shape} and {outputs} outputs at {bits} bits "
+      f"need uint8{list(packed_codes_shape(inputs, outputs, bits))}"
+    )
+  groups = scales.shape[1] if scales.ndim == 3 else 0
+  if scales.dtype not in (jnp.float16, jnp.float32) or scales.shape != (-(-outputs // COLUMNS), groups, COLUMNS):
+    raise ValueError(
+      f"packed matmul: scales are {scales.dtype}{list(scales.shape)}; {outputs} outputs need float16 or float32 "
+      f"[{-(-outputs // COLUMNS)}, groups, {COLUMNS}]"
+    )
+  check_group(inputs, groups, bits)
+  if offsets is not None and (offsets.shape != scales.shape or offsets.dtype != scales.dtype):
+    raise ValueError(
+      f"packed matmul: offsets are {offsets.dtype}{list(offsets.shape)}; they must be like the scales, "
+      f"{scales.dtype}{list(scales.shape)}"
+    )
+  weight = (packed, scales, jnp.zeros((0, 0, 0), scales.dtype) if offsets is None else offsets)
+  return _multiply(x, weight, outputs, dtype, norm, num_rows, gated, residual, bits=bits)
+
+
+def look_up_columns(
+  packed: jax.Array, scales: jax.Array, indices: jax.Array, inputs: int, *, bits: int, offsets: jax.Array | None = None
+) -> jax.Array:
+  """Returns columns of the weight that `grouped_matmul` multiplies by: int32[...] -> f32[..., D]."""
+  block, column = indices // COLUMNS, indices % COLUMNS
+  four = packed[block, :, column]  # [..., steps, 4]
+  codes = jnp.stack([four & 15, four >> 4], axis=-2) if bits == 4 else four
+  flat = codes.reshape(*indices.shape, -1)[..., :inputs].astype(jnp.float32) - (1 << (bits - 1))
+
+  def spread_values(values: jax.Array) -> jax.Array:
+    return jnp.repeat(values[block, :, column].astype(jnp.float32), inputs // values.shape[1], axis=-1)
+
+  weight = flat * spread_values(scales)
+  return weight if offsets is None else weight + spread_values(offsets)
+
+
+def reference_grouped_matmul(
+  x: np.ndarray,
+  codes: np.ndarray,
+  scales: np.ndarray,
+  *,
+  bits: int,
+  offsets: np.ndarray | None = None,
+  residual: np.ndarray | None = None,
+) -> np.ndarray:
+  """Returns what `grouped_matmul` does, with the same bits on processors that fuse multiply and add.
+
+  Args:
+    x: f32[M, D], finite, after the norm or the gates.
+    codes: uint8[D, N], not packed.
+    scales, offsets: float16 or float32 [G, N], not packed.
+    residual: f32[M, N].
+
+  Returns:
+    f32[M, N].
+  """
+  (rows, inputs), groups = x.shape, scales.shape[0]
+  check_group(inputs, groups, bits)
+  x, group, chunk = np.asarray(x, np.float32), inputs // groups, chunk_of_group(inputs // groups, bits)
+  zero = 1 << (bits - 1)
+  sums = np.zeros((rows, codes.shape[1]), np.float32)
+  for begin in range(0, inputs, group):
+    scale = scales[begin // group].astype(np.float32)
+    for first in range(begin, begin + group, chunk):
+      part = slice(first, min(first + chunk, begin + group))
+      values, factor = _quantized(x[:, part])
+      total = values.sum(axis=1, keepdims=True)
+      dots = values @ codes[part].astype(np.int64) - zero * total
+      sums = _fused(factor, dots.astype(np.float32) * scale, sums)
+      if offsets is not None:
+        sums = _fused(factor * total.astype(np.float32), offsets[begin // group].astype(np.float32), sums)
+  return sums if residual is None else residual + sums
+
+
+def _quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the integers of a chunk [M, K], int64, and the factors of the rows, f32[M, 1]."""
+  greatest = np.abs(x).max(axis=1, keepdims=True)
+  counts = greatest >= np.float32(2.0**-100)
+  inverse = np.divide(np.float32(127), greatest, out=np.zeros_like(greatest), where=counts)
+  values = np.rint(x.astype(np.float64) * inverse).astype(np.int64)
+  return values, np.where(counts, greatest / np.float32(127), np.float32(0))
+
+
+def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+  """Returns a * b + c in f32 with a single rounding."""
+  product = a.astype(np.float64) * b  # exact
+  total = product + c
+  high = total - product
+  rest = (product - (total - high)) + (c - high)  # what the rounding of `total` left out
+  # To odd: an inexact sum moves to the adjacent number whose last bit is 1, so that the second rounding sees no tie.
+  even = (total.view(np.int64) & 1) == 0
+  toward = np.where((rest > 0) == (total > 0), 1, -1)
+  odd = np.where((rest != 0) & even, total.view(np.int64) + toward, total.view(np.int64))
+  return odd.view(np.float64).astype(np.float32)

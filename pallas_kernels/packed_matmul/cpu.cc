@@ -17,12 +17,13 @@
 
 #include "pallas_kernels/native.h"
 #include "pallas_kernels/packed_matmul/amx.h"
+#include "pallas_kernels/packed_matmul/blocks.h"
+#include "pallas_kernels/packed_matmul/groups.h"
 #include "pallas_kernels/rows.h"
 
 namespace sluice {
 namespace {
 
-constexpr int kColumns = 32;
 constexpr int kSums = kRegisters == 32 ? 24 : 12;  // vectors of a tile's sums, in registers
 // Rows of a tile. With 16 registers, an f32 tile has few rows and all columns, so that it reads a cache line once and
 // multiplies from memory. Weights that need widening take more rows and some of the columns.
@@ -33,15 +34,6 @@ template <typename W>
 constexpr int vectors_of(int rows) {
   return std::min(kColumns / kLanes, std::max(kSums / kRows<W>, rows == 1 ? 8 : rows == 2 ? 4 : 1));
 }
-constexpr int64_t kNear = 3 << 10;  // bytes that a tile prefetches ahead in its own stream
-
-// What the tiles of a block prefetch.
-struct Ahead {
-  bool near;             // their own stream, kNear ahead
-  const char* far;       // or this many cache lines from here, spread evenly over the terms of the sums
-  int64_t lines, terms;
-  int64_t due = 0;
-};
 
 // y[R, columns of V vectors] = x [R, D], `stride` from row to row, times the columns at w (whose rows are 32 apart).
 template <int R, int V, typename W>
@@ -53,14 +45,7 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   for (int64_t k = 0; k < D; ++k, w += kColumns) {
-    if (ahead.near)
-      for (int64_t i = 0; i < kColumns * static_cast<int64_t>(sizeof(W)); i += kLine)
-        __builtin_prefetch(reinterpret_cast<const char*>(w) + kNear + i, 0, 2);
-    if ((ahead.due -= ahead.lines) < 0) {
-      ahead.due += ahead.terms;
-      __builtin_prefetch(ahead.far, 0, 2);
-      ahead.far += kLine;
-    }
+    ahead.prefetch(w, kColumns * sizeof(W));
     Vec row[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) row[j] = load(w + j * kLanes);
@@ -87,16 +72,6 @@ void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w,
     product<R, V, W>(x, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
     ahead.near = false;  // the first pass has brought the block into the cache
   }
-}
-
-// Turns a row's sums into its result: applies the columns' scales and adds the residual, if any.
-template <typename O>
-void finish(float* sums, int64_t columns, const float* scales, const O* residual, O* to) {
-  if (scales)
-    for (int64_t n = 0; n < columns; ++n) sums[n] *= scales[n];
-  for (int64_t n = 0; n < columns; ++n) assign(to[n], sums[n]);
-  if (residual)
-    for (int64_t n = 0; n < columns; ++n) assign(to[n], value(residual[n]) + value(to[n]));
 }
 
 // Multiplies all rows by one block of columns. next: the thread's next block, and its bytes. scales: per column, or
@@ -126,14 +101,6 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
     for (int i = 0; i < count; ++i)
       finish(result[i], columns, scales, residual ? residual + (m + i) * N : nullptr, y + (m + i) * N);
   }
-}
-
-constexpr int64_t kPiece = 16;  // rows that one piece of work prepares
-
-// The piece to start i-th, such that each lane, taking turns, gets adjacent pieces.
-inline int64_t dealt(int64_t i, int64_t pieces, int64_t lanes) {
-  const int64_t lane = i % lanes;
-  return lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
 }
 
 #if SLUICE_AMX
@@ -209,78 +176,135 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
   }
   float* to = prepared.data();
   const float* rows = as_it_is ? reinterpret_cast<const float*>(x) : to;
-  const auto prepare_piece = [=](int64_t piece) {
-    for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
-      prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
+  const auto prepare = [=](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
   };
-  // Runs of adjacent blocks, short enough that threads finish together. If there are few blocks and many rows, parts of
-  // the rows share a block.
-  const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
-  const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows<W>), 1, 4) : 1, part = (M + parts - 1) / parts;
-  const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
-  const auto product = [=](int64_t i) {
-    const int64_t piece = dealt(i, pieces, lanes);
-    const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
-    const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
-    for (int64_t block = piece / parts * run; block < stop; ++block) {
-      const W* from = w + block * D * kColumns;
-      const char* next = reinterpret_cast<const char*>(from + D * kColumns);
-      const int64_t bytes = D * kColumns * static_cast<int64_t>(sizeof(W)), first = block * kColumns;
-      block_of(rows + begin * stride, stride, count, D, from, next, bytes, y + begin * N + first, N,
-               std::min<int64_t>(kColumns, N - first), scales ? scales + first : nullptr,
-               residual ? residual + begin * N + first : nullptr);
-    }
+  const auto product = [=](int64_t block, int64_t begin, int64_t count) {
+    const W* from = w + block * D * kColumns;
+    const char* next = reinterpret_cast<const char*>(from + D * kColumns);
+    const int64_t bytes = D * kColumns * static_cast<int64_t>(sizeof(W)), first = block * kColumns;
+    block_of(rows + begin * stride, stride, count, D, from, next, bytes, y + begin * N + first, N,
+             std::min<int64_t>(kColumns, N - first), scales ? scales + first : nullptr,
+             residual ? residual + begin * N + first : nullptr);
   };
-  spread(threads, as_it_is ? 0 : (M + kPiece - 1) / kPiece, prepare_piece, pieces, product, worth_it);
+  spread_blocks(threads, M, blocks, kRows<W>, !as_it_is, worth_it, prepare, product);
 }
 
-// x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
-// [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the other rows. All are float32 or bfloat16, but w
-// may be int8 with scales. ordered: sums in the fixed order.
-ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
-                  ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
-                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered) {
-  const int64_t M = x.dimensions()[0], D = x.dimensions()[1] / (gated ? 2 : 1), blocks = w.dimensions()[0], N = y->dimensions()[1];
-  const bool normed = scale.dimensions()[0] != 0, quantized = w.element_type() == ffi::S8;
-  const bool adds = residual.dimensions()[0] != 0;
-  if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M ||
-      scales.dimensions()[0] != (quantized ? N : 0) || (normed && (gated || scale.dimensions()[0] != D)) ||
+// The arguments of a call that do not depend on element types.
+struct Call {
+  ffi::ThreadPool& threads;
+  int64_t rows, inputs, outputs, blocks;  // rows in use
+  const void *x, *norm, *w, *scales, *offsets, *residual;  // norm, scales, offsets, residual: or null
+  void* y;
+  float epsilon;
+  bool gated, ordered;
+};
+
+template <typename X, typename W, typename O>
+void multiply_plain(const Call& call) {
+  auto way = multiply<X, W, O>;
+#if SLUICE_AMX
+  if (!call.ordered && call.rows >= kTiledFrom<W> && amx::available()) way = multiply_by_tiles<X, W, O>;
+#endif
+  way(call.threads, static_cast<const X*>(call.x), call.rows, call.inputs, static_cast<const X*>(call.norm),
+      call.epsilon, call.gated, static_cast<const W*>(call.w), static_cast<const float*>(call.scales),
+      static_cast<const O*>(call.residual), call.blocks, static_cast<O*>(call.y), call.outputs);
+}
+
+// S: of the scales, float or the bits of a float16.
+template <typename X, typename S, typename O>
+void multiply_codes(const Call& call, const groups::Cut& cut, int bits) {
+  const auto by = [&](auto way) {
+    way(call.threads, static_cast<const X*>(call.x), call.rows, cut, static_cast<const X*>(call.norm), call.epsilon,
+        call.gated,
+        groups::Weight<S>{static_cast<const uint8_t*>(call.w), static_cast<const S*>(call.scales),
+                          static_cast<const S*>(call.offsets)},
+        static_cast<const O*>(call.residual), call.blocks, static_cast<O*>(call.y), call.outputs);
+  };
+#if defined(__AVX512F__)
+  if (groups::Vnni::available())
+    return by(bits == 4 ? groups::multiply<groups::Vnni, 4, X, S, O> : groups::multiply<groups::Vnni, 8, X, S, O>);
+#endif
+  by(bits == 4 ? groups::multiply<groups::Pairs, 4, X, S, O> : groups::multiply<groups::Pairs, 8, X, S, O>);
+}
+
+ffi::Error invalid(const std::string& text) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: " + text);
+}
+
+// x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], offsets [0], norm's scale [D] or [0],
+// rows in use [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the other rows. All are float32 or
+// bfloat16, but w may be int8 with scales, or with `bits` uint8 codes as groups.h has them, with scales and offsets
+// [ceil(N / 32), groups, 32] of float32 or float16. ordered: sums in the fixed order.
+ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scales,
+                  ffi::AnyBuffer offsets, ffi::AnyBuffer norm, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
+                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered, int32_t bits) {
+  const int64_t M = x.dimensions()[0], D = x.dimensions()[1] / (gated ? 2 : 1), N = y->dimensions()[1];
+  const int64_t blocks = w.dimensions()[0];
+  const bool normed = norm.dimensions()[0] != 0, adds = residual.dimensions()[0] != 0;
+  if ((N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M ||
+      (normed && (gated || norm.dimensions()[0] != D)) || norm.element_type() != x.element_type() ||
       (adds && (residual.dimensions()[0] != M || residual.dimensions()[1] != N ||
                 residual.element_type() != y->element_type())))
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not match");
+    return invalid("shapes do not match");
   const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : M;
-  if (rows < 0 || rows > M)
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: " + std::to_string(rows) + " rows in use of " +
-                                                            std::to_string(M));
+  if (rows < 0 || rows > M) return invalid(std::to_string(rows) + " rows in use of " + std::to_string(M));
   const int64_t used_bytes = rows * N * (y->size_bytes() / std::max<int64_t>(1, M * N));
   std::memset(static_cast<char*>(y->untyped_data()) + used_bytes, 0, y->size_bytes() - used_bytes);
   if (rows == 0) return ffi::Error::Success();
-  auto with = [&](auto x_type, auto w_type, auto y_type) {
-    using X = decltype(x_type);
-    using W = decltype(w_type);
-    using O = decltype(y_type);
-    auto way = multiply<X, W, O>;
-#if SLUICE_AMX
-    if (!ordered && rows >= kTiledFrom<W> && amx::available()) way = multiply_by_tiles<X, W, O>;
-#endif
-    way(threads, static_cast<const X*>(x.untyped_data()), rows, D,
-               normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon, gated,
-               static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr,
-               adds ? static_cast<const O*>(residual.untyped_data()) : nullptr, blocks,
-        static_cast<O*>(y->untyped_data()), N);
-    return ffi::Error::Success();
+  const auto data_of = [](const ffi::AnyBuffer& buffer) {
+    return buffer.element_count() ? buffer.untyped_data() : nullptr;
   };
+  const Call call{threads, rows, D, N, blocks, x.untyped_data(), data_of(norm), w.untyped_data(), data_of(scales),
+                  data_of(offsets), data_of(residual), y->untyped_data(), epsilon, gated, ordered};
   const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
-  if (scale.element_type() == x_type) {
-    if (x_type == ffi::F32 && w_type == ffi::F32 && y_type == ffi::F32) return with(float{}, float{}, float{});
-    if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::BF16) return with(Bf16{}, Bf16{}, Bf16{});
-    if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::F32) return with(Bf16{}, Bf16{}, float{});
-    if (x_type == ffi::F32 && quantized && y_type == ffi::F32) return with(float{}, int8_t{}, float{});
-    if (x_type == ffi::BF16 && quantized && y_type == ffi::BF16) return with(Bf16{}, int8_t{}, Bf16{});
-    if (x_type == ffi::BF16 && quantized && y_type == ffi::F32) return with(Bf16{}, int8_t{}, float{});
+  const bool narrow = x_type == ffi::BF16;
+  if ((!narrow && x_type != ffi::F32) || (y_type != ffi::F32 && y_type != x_type))
+    return invalid("x is not float32 or bfloat16, or the result neither like x nor float32");
+  if (bits != 0) {
+    if ((bits != 4 && bits != 8) || w_type != ffi::U8 || scales.dimensions().size() != 3)
+      return invalid("codes are not uint8 of 4 or 8 bits with scales for groups");
+    const int64_t num_groups = scales.dimensions()[1];
+    const groups::Cut cut(D, std::max<int64_t>(1, num_groups), bits);
+    if (num_groups < 1 || scales.dimensions()[0] != blocks || scales.dimensions()[2] != kColumns ||
+        (cut.padded() != D && num_groups != 1) ||
+        static_cast<int64_t>(w.element_count()) != blocks * cut.padded() * kColumns * bits / 8 ||
+        (call.offsets && (offsets.element_type() != scales.element_type() ||
+                          offsets.element_count() != scales.element_count())))
+      return invalid("codes, scales or offsets do not match");
+    const auto with = [&](auto scale_type) {
+      using S = decltype(scale_type);
+      if (!narrow) {
+        multiply_codes<float, S, float>(call, cut, bits);
+      } else if (y_type == ffi::F32) {
+        multiply_codes<Bf16, S, float>(call, cut, bits);
+      } else {
+        multiply_codes<Bf16, S, Bf16>(call, cut, bits);
+      }
+      return ffi::Error::Success();
+    };
+    if (scales.element_type() == ffi::F32) return with(float{});
+    if (scales.element_type() == ffi::F16) return with(uint16_t{});
+    return invalid("scales are neither float32 nor float16");
   }
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    "packed matmul: x is not float32 or bfloat16, or w neither like x nor int8");
+  const bool quantized = w_type == ffi::S8;
+  if (w.dimensions()[1] != D || (!quantized && w_type != x_type) || call.offsets ||
+      scales.element_type() != ffi::F32 || scales.dimensions()[0] != (quantized ? N : 0))
+    return invalid("w is neither like x nor int8 with scales");
+  if (quantized && !narrow) {
+    multiply_plain<float, int8_t, float>(call);
+  } else if (quantized && y_type == ffi::F32) {
+    multiply_plain<Bf16, int8_t, float>(call);
+  } else if (quantized) {
+    multiply_plain<Bf16, int8_t, Bf16>(call);
+  } else if (!narrow) {
+    multiply_plain<float, float, float>(call);
+  } else if (y_type == ffi::F32) {
+    multiply_plain<Bf16, Bf16, float>(call);
+  } else {
+    multiply_plain<Bf16, Bf16, Bf16>(call);
+  }
+  return ffi::Error::Success();
 }
 
 // Packs the matrix [D, N] at `from`, with strides `down` along D and `across` along N, into [N / 32, D, 32]. Leaves the
@@ -317,18 +341,26 @@ extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N
   return false;
 }
 
+// Packs codes of 4 or 8 bits, a byte each, for api.pack_codes.
+extern "C" void SluicePackCodes(const uint8_t* from, int64_t bits, int64_t D, int64_t N, int64_t down, int64_t across,
+                                uint8_t* to) {
+  (bits == 4 ? groups::pack<4> : groups::pack<8>)(from, D, N, down, across, to);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("epsilon")
                                   .Attr<bool>("gated")
-                                  .Attr<bool>("ordered"));
+                                  .Attr<bool>("ordered")
+                                  .Attr<int32_t>("bits"));
 
 }  // namespace sluice

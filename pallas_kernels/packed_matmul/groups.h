@@ -1,0 +1,409 @@
+// Products of rows with weights of 4 or 8 bits that have a scale for each group of inputs. README.md has the arithmetic.
+//
+// A row becomes signed 8-bit integers, with a factor for each chunk of at most 128 inputs. Integers multiply integers
+// and the sums of a chunk are exact, so every instruction set gives the same ones. Sums of chunks are f32, in a fixed
+// order whatever the number of rows.
+//
+// Codes lie as [ceil(N / 32), inputs / 4, 32, 4] bytes, or for 4 bits as [ceil(N / 32), inputs / 8, 32, 4], where the
+// low halves are four inputs and the high halves the next four.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "pallas_kernels/native.h"
+#include "pallas_kernels/packed_matmul/blocks.h"
+#include "pallas_kernels/rows.h"
+
+namespace sluice {
+namespace groups {
+
+constexpr int64_t kLargestChunk = 128;  // inputs
+
+// How a row's inputs are cut into chunks, each of one group of weights. Zeros pad a single group to whole bytes.
+struct Cut {
+  int64_t inputs, num_groups, group;
+  int64_t num_chunks, chunk;  // of a group; its last chunk may be smaller
+
+  Cut(int64_t D, int64_t num_groups, int bits) : inputs(D), num_groups(num_groups) {
+    const int64_t whole = bits == 4 ? 8 : 4;
+    group = (D / num_groups + whole - 1) / whole * whole;
+    num_chunks = (group + kLargestChunk - 1) / kLargestChunk;
+    chunk = ((group + num_chunks - 1) / num_chunks + 7) / 8 * 8;
+  }
+  int64_t padded() const { return num_groups * group; }
+  int64_t chunks() const { return num_groups * num_chunks; }
+};
+
+// A chunk of a row: the row's numbers are about factor * values.
+struct Chunk {
+  float factor;
+  float sum;      // of factor * values
+  int32_t start;  // minus the sum of the values, times the code of weight 0: where the sum of products begins
+};
+
+// The f16 of IEEE 754 as f32, exactly; processors before x86-64-v3 have no instruction for it.
+inline float wide(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
+  uint32_t bits = (rest << 13) + (112u << 23);
+  if (rest >= 0x7c00) bits += 112u << 23;
+  float x;
+  if (rest < 0x400) {
+    x = static_cast<float>(rest) * 5.9604644775390625e-8f;  // 2^-24
+    std::memcpy(&bits, &x, sizeof x);
+  }
+  bits |= sign;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline Vec load_value(const float* from) { return load(from); }
+inline Vec load_value(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = wide(from[i]);
+  return v;
+#endif
+}
+
+// a * b + c. By intrinsics with one rounding, whatever the compiler makes of a product and a sum.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline IntVec load_ints(const void* from) {
+  IntVec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline IntVec all_ints(int32_t x) { return IntVec{} + x; }
+
+// A way to multiply: a row's integers in memory, and a step that adds, for each of kLanes columns, the products of four
+// inputs. `codes` holds a byte for each of the four in every lane.
+#if defined(__AVX512F__)
+// Bytes in their order, for vpdpbusd: unsigned codes times signed values, summed in 32 bits without saturation.
+struct Vnni {
+  using Value = int8_t;
+  static constexpr int kRows = 12, kVectors = 2;
+  static bool available() {
+    static const bool is = __builtin_cpu_supports("avx512vnni") != 0;
+    return is;
+  }
+  static inline __attribute__((always_inline)) IntVec values_at(const Value* four) {
+    int32_t bits;
+    std::memcpy(&bits, four, sizeof bits);
+    return all_ints(bits);
+  }
+  // By name, so that the rest of this library needs no more than x86-64-v4.
+  static inline __attribute__((always_inline)) IntVec add(IntVec sums, IntVec codes, IntVec values) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(values));
+    return sums;
+  }
+  static void place(const int32_t* from, int64_t count, Value* to) {
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), _mm512_cvtepi32_epi8((__m512i)load_ints(from + k)));
+    for (; k < count; ++k) to[k] = static_cast<Value>(from[k]);
+  }
+};
+#endif
+
+// 16-bit integers, of four inputs the first, third, second and fourth: a pair of them times the even bytes of the codes
+// and a pair times the odd ones.
+struct Pairs {
+  using Value = int16_t;
+  static constexpr int kRows = kRegisters == 32 ? 10 : 4, kVectors = 2;
+  static inline __attribute__((always_inline)) IntVec multiply(IntVec codes, const Value* pair) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+    int32_t bits;
+    std::memcpy(&bits, pair, sizeof bits);
+#if defined(__AVX512BW__)
+    return (IntVec)_mm512_madd_epi16((__m512i)codes, (__m512i)all_ints(bits));
+#else
+    return (IntVec)_mm256_madd_epi16((__m256i)codes, (__m256i)all_ints(bits));
+#endif
+#else
+    return (codes & 0xffff) * static_cast<int32_t>(pair[0]) + (codes >> 16) * static_cast<int32_t>(pair[1]);
+#endif
+  }
+  static inline __attribute__((always_inline)) const Value* values_at(const Value* four) { return four; }
+  static inline __attribute__((always_inline)) IntVec add(IntVec sums, IntVec codes, const Value* values) {
+    const IntVec even = codes & 0x00ff00ff, odd = (codes >> 8) & 0x00ff00ff;
+    return sums + multiply(even, values) + multiply(odd, values + 2);
+  }
+  static void place(const int32_t* from, int64_t count, Value* to) {  // count: a multiple of 4
+    for (int64_t k = 0; k < count; k += 4) {
+      to[k] = static_cast<Value>(from[k]);
+      to[k + 1] = static_cast<Value>(from[k + 2]);
+      to[k + 2] = static_cast<Value>(from[k + 1]);
+      to[k + 3] = static_cast<Value>(from[k + 3]);
+    }
+  }
+};
+
+// x * inverse, rounded to the nearest integer, ties to even; for magnitudes up to 127.
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23
+constexpr int32_t kMagicBits = 0x4b400000;
+constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+constexpr int32_t kSmallest = 0x0d800000;  // 2^-100: a chunk below it counts as 0, or its inverse would be infinite
+
+// Quantizes `count` <= 128 numbers, a multiple of 4 or to be padded to one with zeros.
+template <typename Way>
+void quantize_chunk(const float* x, int64_t count, int32_t zero, typename Way::Value* to, Chunk& chunk) {
+  int32_t made[kLargestChunk];
+  IntVec most{};
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) {
+    const IntVec bits = load_ints(x + k) & kMagnitude;
+    most = bits > most ? bits : most;
+  }
+  int32_t greatest = 0;
+  for (int i = 0; i < kLanes; ++i) greatest = std::max(greatest, most[i]);
+  for (; k < count; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, sizeof bits);
+    greatest = std::max(greatest, bits & kMagnitude);
+  }
+  const int64_t whole = (count + 3) / 4 * 4;
+  if (greatest >= kInfinity || greatest < kSmallest) {  // of a number that is not finite, all outputs are NaN
+    std::memset(to, 0, static_cast<size_t>(whole) * sizeof *to);
+    chunk = {greatest < kSmallest ? 0.0f : std::nanf(""), 0.0f, 0};
+    chunk.sum = chunk.factor;
+    return;
+  }
+  float magnitude;
+  std::memcpy(&magnitude, &greatest, sizeof magnitude);
+  const float inverse = 127.0f / magnitude;
+  IntVec sums{};
+  for (k = 0; k + kLanes <= count; k += kLanes) {
+    const Vec shifted = fused(load(x + k), all(inverse), all(kMagic));
+    const IntVec values = load_ints(&shifted) - kMagicBits;
+    std::memcpy(made + k, &values, sizeof values);
+    sums += values;
+  }
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += sums[i];
+  for (; k < count; ++k) {
+    const float shifted = fused(x[k], inverse, kMagic);
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    sum += made[k] = bits - kMagicBits;
+  }
+  for (; k < whole; ++k) made[k] = 0;
+  Way::place(made, whole, to);
+  chunk.factor = magnitude / 127.0f;
+  chunk.sum = chunk.factor * static_cast<float>(sum);
+  chunk.start = -zero * sum;
+}
+
+template <typename Way>
+void quantize_row(const float* x, const Cut& cut, int32_t zero, typename Way::Value* to, Chunk* chunks) {
+  for (int64_t g = 0; g < cut.num_groups; ++g) {
+    for (int64_t c = 0; c < cut.num_chunks; ++c, ++chunks) {
+      const int64_t begin = g * cut.group + c * cut.chunk, end = std::min(begin + cut.chunk, (g + 1) * cut.group);
+      const int64_t count = std::clamp<int64_t>(cut.inputs - begin, 0, end - begin);
+      quantize_chunk<Way>(x + begin, count, zero, to + begin, *chunks);
+      const int64_t whole = (count + 3) / 4 * 4;
+      if (end > begin + whole) std::memset(to + begin + whole, 0, static_cast<size_t>(end - begin - whole) * sizeof *to);
+    }
+  }
+}
+
+// Rows as a product reads them: values, and the chunks of a row.
+template <typename Way>
+struct Rows {
+  const typename Way::Value* values;
+  int64_t stride;  // from row to row
+  const Chunk* chunks;
+  int64_t num_chunks;
+
+  Rows from(int64_t row) const { return {values + row * stride, stride, chunks + row * num_chunks, num_chunks}; }
+};
+
+// y[R, columns of V vectors] = rows times the codes at w, scales and offsets (or null) of the same columns.
+template <typename Way, int kBits, int R, int V, typename S>
+void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, const S* scales, const S* offsets,
+                   float (*y)[kColumns], Ahead& state) {
+  Ahead ahead = state;
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kBytes = 4 * kColumns;
+  const auto* values = rows.values;
+  Vec sums[R][V];
+#pragma GCC unroll 16
+  for (int m = 0; m < R; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
+  const Chunk* chunk = rows.chunks;
+  for (int64_t g = 0; g < cut.num_groups; ++g, scales += kColumns) {
+    for (int64_t begin = 0; begin < cut.group; begin += cut.chunk, ++chunk) {
+      IntVec dots[R][V];
+#pragma GCC unroll 16
+      for (int m = 0; m < R; ++m)
+#pragma GCC unroll 8
+        for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m * rows.num_chunks].start);
+      const int64_t steps = std::min(cut.chunk, cut.group - begin) / kStep;
+      for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
+        ahead.prefetch(w, kBytes);
+        IntVec low[V], high[V];
+#pragma GCC unroll 8
+        for (int j = 0; j < V; ++j) {
+          const IntVec codes = load_ints(w + j * 4 * kLanes);
+          low[j] = kBits == 4 ? codes & 0x0f0f0f0f : codes;
+          high[j] = (codes >> 4) & 0x0f0f0f0f;
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < R; ++m) {
+          const auto four = Way::values_at(values + m * rows.stride);
+#pragma GCC unroll 8
+          for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], low[j], four);
+          if constexpr (kBits == 4) {
+            const auto next = Way::values_at(values + m * rows.stride + 4);
+#pragma GCC unroll 8
+            for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], high[j], next);
+          }
+        }
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < R; ++m)
+#pragma GCC unroll 8
+        for (int j = 0; j < V; ++j)
+          sums[m][j] = fused(all(chunk[m * rows.num_chunks].factor),
+                             __builtin_convertvector(dots[m][j], Vec) * load_value(scales + j * kLanes), sums[m][j]);
+      if (offsets) {
+#pragma GCC unroll 16
+        for (int m = 0; m < R; ++m)
+#pragma GCC unroll 8
+          for (int j = 0; j < V; ++j)
+            sums[m][j] = fused(all(chunk[m * rows.num_chunks].sum), load_value(offsets + j * kLanes), sums[m][j]);
+      }
+    }
+    if (offsets) offsets += kColumns;
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < R; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) store(y[m] + j * kLanes, sums[m][j]);
+  state = ahead;
+}
+
+// The same for a whole block of columns, in as many passes as needed.
+template <typename Way, int kBits, typename S, int R = Way::kRows>
+void multiply_tiles(int count, const Rows<Way>& rows, const Cut& cut, const uint8_t* w, const S* scales,
+                    const S* offsets, float (*y)[kColumns], Ahead& ahead) {
+  if constexpr (R > 1) {
+    if (count < R) return multiply_tiles<Way, kBits, S, R - 1>(count, rows, cut, w, scales, offsets, y, ahead);
+  }
+  constexpr int V = Way::kVectors, kPass = V * kLanes;
+  for (int j = 0; j < kColumns; j += kPass) {
+    multiply_tile<Way, kBits, R, V, S>(rows, cut, w + 4 * j, scales + j, offsets ? offsets + j : nullptr,
+                                       reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
+    ahead.near = false;  // the first pass has brought the block into the cache
+  }
+}
+
+// A weight: codes, and scales and offsets (or null) as [blocks, groups, 32].
+template <typename S>
+struct Weight {
+  const uint8_t* codes;
+  const S *scales, *offsets;
+};
+
+template <typename Way, int kBits, typename X, typename S, typename O>
+void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Cut& cut, const X* norm, float epsilon, bool gated,
+              const Weight<S>& weight, const O* residual, int64_t blocks, O* y, int64_t N) {
+  const int64_t D = cut.inputs;
+  const bool worth_it = M * D * N > 500000;
+  // An odd stride in cache lines: with a power of two, the rows of a tile would evict each other from the cache.
+  constexpr int64_t kInLine = kLine / sizeof(typename Way::Value);
+  const int64_t stride = (cut.padded() + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
+  static thread_local std::vector<typename Way::Value> all_values;
+  static thread_local std::vector<Chunk> all_chunks;
+  all_values.resize(M * stride + kInLine);
+  all_chunks.resize(M * cut.chunks());
+  typename Way::Value* values = all_values.data();
+  Chunk* chunks = all_chunks.data();
+  const auto prepare = [=](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> row;
+    row.resize(D);
+    const bool as_it_is = std::is_same_v<X, float> && norm == nullptr && !gated;
+    for (int64_t m = begin; m < end; ++m) {
+      if (!as_it_is) prepare_row(x, m, D, norm, epsilon, gated, row.data());
+      quantize_row<Way>(as_it_is ? reinterpret_cast<const float*>(x) + m * D : row.data(), cut, 1 << (kBits - 1),
+                        values + m * stride, chunks + m * cut.chunks());
+    }
+  };
+  const auto product = [=](int64_t block, int64_t begin, int64_t count) {
+    const int64_t bytes = cut.padded() * kColumns * kBits / 8, first = block * kColumns;
+    const int64_t columns = std::min<int64_t>(kColumns, N - first), values_of = cut.num_groups * kColumns;
+    const uint8_t* codes = weight.codes + block * bytes;
+    const S* scales = weight.scales + block * values_of;
+    const S* offsets = weight.offsets ? weight.offsets + block * values_of : nullptr;
+    // Tiles of even size: 16 rows become 8 and 8, not 12 and 4.
+    const int64_t tiles = (count + Way::kRows - 1) / Way::kRows, of_tile = (count + tiles - 1) / tiles;
+    const int64_t steps = cut.padded() / (kBits == 4 ? 8 : 4) * kColumns / (Way::kVectors * kLanes);
+    Ahead ahead{tiles == 1, reinterpret_cast<const char*>(codes + bytes), tiles == 1 ? 0 : bytes / kLine,
+                tiles * steps};
+    float result[Way::kRows][kColumns];
+    for (int64_t m = begin; m < begin + count; m += of_tile) {
+      const int some = static_cast<int>(std::min(of_tile, begin + count - m));
+      const Rows<Way> rows = Rows<Way>{values, stride, chunks, cut.chunks()}.from(m);
+      multiply_tiles<Way, kBits, S>(some, rows, cut, codes, scales, offsets, result, ahead);
+      for (int i = 0; i < some; ++i) {
+        const int64_t at = (m + i) * N + first;
+        finish<O>(result[i], columns, nullptr, residual ? residual + at : nullptr, y + at);
+      }
+    }
+  };
+  spread_blocks(threads, M, blocks, Way::kRows, true, worth_it, prepare, product);
+}
+
+// Packs codes [D, N] of 8 or 4 bits, with strides `down` along D and `across` along N. Writes zeros for inputs that pad
+// the last byte, and leaves the last block's columns beyond N alone.
+template <int kBits>
+void pack(const uint8_t* from, int64_t D, int64_t N, int64_t down, int64_t across, uint8_t* to) {
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4;
+  const int64_t steps = (D + kStep - 1) / kStep;
+  for (int64_t n = 0; n < N; n += kColumns, from += kColumns * across, to += steps * 4 * kColumns) {
+    const int64_t columns = std::min<int64_t>(kColumns, N - n);
+    constexpr int64_t kSteps = 16;  // works in squares, so that both sides stay in the cache
+    for (int64_t first = 0; first < steps; first += kSteps) {
+      for (int64_t j = 0; j < columns; ++j) {
+        for (int64_t k = first; k < std::min(first + kSteps, steps); ++k) {
+          uint8_t codes[kStep] = {};
+          const uint8_t* at = from + k * kStep * down + j * across;
+          const int64_t count = std::min(kStep, D - k * kStep);
+          if (down == 1 && count == kStep) {
+            std::memcpy(codes, at, kStep);
+          } else {
+            for (int64_t i = 0; i < count; ++i) codes[i] = at[i * down];
+          }
+          uint8_t* four = to + k * 4 * kColumns + j * 4;
+          for (int64_t i = 0; i < 4; ++i)
+            four[i] = kBits == 4 ? static_cast<uint8_t>(codes[i] | codes[(i + 4) % kStep] << 4) : codes[i];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace groups
+}  // namespace sluice

@@ -1,0 +1,283 @@
+"""Products with weights of 4 and 8 bits by group: the bits of the reference, in any batch, on every instruction set."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.grouped_weight import GroupedWeight
+from models.layers import RMSNorm
+from pallas_kernels import native
+from pallas_kernels.packed_matmul import api
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's matmul serves here")
+
+_FUSES = not native.level().startswith("x86-64") or native.level() in ("x86-64-v3", "x86-64-v4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+  native.build_library("packed_matmul")
+
+
+def make_weight(
+  inputs: int, outputs: int, bits: int, groups: int = 1, offsets: bool = False, dtype: str = "float16"
+) -> GroupedWeight:
+  rng = np.random.default_rng(inputs + outputs)
+  codes = rng.integers(0, 1 << bits, (inputs, outputs)).astype(np.uint8)
+  scales = (rng.standard_normal((groups, outputs)) / (1 << bits)).astype(dtype)
+  return GroupedWeight(codes, scales, bits, 1, scales[::-1] * scales.dtype.type(3) if offsets else None)
+
+
+def make_rows(rows: int, inputs: int) -> np.ndarray:
+  return np.random.default_rng(rows).standard_normal((rows, inputs), np.float32) * 3
+
+
+def multiply(x: np.ndarray | jax.Array, weight: GroupedWeight, **more) -> np.ndarray:
+  codes = jnp.asarray(api.pack_codes(weight.codes, weight.bits))
+  scales = jnp.asarray(api.pack_group_values(weight.scales))
+  offsets = None if weight.offsets is None else jnp.asarray(api.pack_group_values(weight.offsets))
+  (outputs,) = weight.outputs
+  return np.asarray(
+    api.grouped_matmul(jnp.asarray(x), codes, scales, outputs, bits=weight.bits, offsets=offsets, **more)
+  )
+
+
+def check_product(x: np.ndarray, weight: GroupedWeight) -> None:
+  """Compares with the reference, bit for bit where multiply-adds have one rounding, and with the weight in f64."""
+  found = multiply(x, weight)
+  expected = api.reference_grouped_matmul(x, weight.codes, weight.scales, bits=weight.bits, offsets=weight.offsets)
+  if _FUSES:
+    np.testing.assert_array_equal(found, expected)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+  exact = x.astype(np.float64) @ weight.dequantize()
+  step = np.abs(x).max(axis=1, keepdims=True) / 127
+  # Errors of the rows' rounding are independent, at most half a step each.
+  bound = 3 * step * np.sqrt((weight.dequantize().astype(np.float64) ** 2).sum(axis=0)) + 1e-4
+  assert (np.abs(found - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 25, 70])
+def test_any_number_of_rows(rows: int, bits: int) -> None:
+  check_product(make_rows(rows, 192), make_weight(192, 70, bits, groups=3))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(
+  ("inputs", "outputs", "groups", "dtype"),
+  [
+    (128, 32, 4, "float16"),
+    (256, 33, 2, "float32"),
+    (96, 31, 12, "float16"),
+    (512, 1, 1, "float32"),
+    (2052, 64, 1, "float16"),
+    (7, 5, 1, "float32"),
+    (264, 100, 1, "float16"),
+    (1040, 40, 5, "float32"),
+  ],
+)
+def test_any_matrix(inputs: int, outputs: int, groups: int, dtype: str, bits: int, offsets: bool) -> None:
+  check_product(make_rows(5, inputs), make_weight(inputs, outputs, bits, groups, offsets, dtype))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads(bits: int) -> None:
+  """Large enough to be spread: runs of several blocks and a last one that is not full; and parts of the rows."""
+  check_product(make_rows(30, 256), make_weight(256, 2050, bits, 8, offsets=True))
+  check_product(make_rows(131, 256), make_weight(256, 300, bits))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_has_the_same_bits_in_any_batch(bits: int) -> None:
+  x, weight = make_rows(100, 320), make_weight(320, 300, bits, 5, offsets=True)
+  whole = multiply(x, weight)
+  for begin, count in ((0, 1), (39, 1), (3, 2), (7, 12), (20, 13), (51, 49)):
+    rows = slice(begin, begin + count)
+    np.testing.assert_array_equal(multiply(x[rows], weight), whole[rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("code", ["least", "greatest", "both"])
+def test_the_greatest_sums_do_not_saturate(code: str, bits: int) -> None:
+  """Every product has the greatest magnitude; a sum of pairs would pass 16 bits, and sums of chunks fit in 32."""
+  most = (1 << bits) - 1
+  codes = np.full((512, 40), {"least": 0, "greatest": most, "both": 0}[code], np.uint8)
+  if code == "both":
+    codes[1::2] = most
+  weight = GroupedWeight(codes, np.ones((1, 40), np.float32), bits)
+  x = np.ones((3, 512), np.float32)
+  x[1] = -1
+  x[2, ::2] = -1
+  expected = x.astype(np.float64) @ weight.dequantize()  # x is exact in 8 bits, and sums are below 2**24
+  np.testing.assert_allclose(multiply(x, weight), expected, rtol=1e-6)
+  check_product(x, weight)
+
+
+def test_zeros_and_the_smallest_numbers() -> None:
+  """A chunk of zeros gives zeros, not NaN; one below 2**-100 counts as zeros; the others of its row are as they are."""
+  x, weight = make_rows(4, 256), make_weight(256, 40, 8, 2, offsets=True)
+  x[0], x[1, :128], x[2, 128:] = 0, 0, 1e-38
+  x[3] *= np.float32(2.0**-90)
+  check_product(x, weight)
+  np.testing.assert_array_equal(multiply(x, weight)[0], 0)
+  np.testing.assert_array_equal(multiply(x * (np.abs(x) > 1e-30), weight)[2], multiply(x, weight)[2])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_stay_in_their_row(bad: float) -> None:
+  x, weight = make_rows(20, 320), make_weight(320, 70, 4, 10)
+  clean = multiply(x, weight)
+  for place in (0, 17, 319):
+    broken = x.copy()
+    broken[7, place] = bad
+    found = multiply(broken, weight)
+    assert np.isnan(found[7]).all()
+    np.testing.assert_array_equal(np.delete(found, 7, axis=0), np.delete(clean, 7, axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_norm_gate_and_residual_are_those_of_the_plain_kernel(bits: int, dtype: str) -> None:
+  """What comes before has the bits of a matmul by the unit matrix, and the rest is the product alone."""
+  rows, inputs, outputs = 13, 160, 72
+  x, weight = jnp.asarray(make_rows(rows, inputs)).astype(dtype), make_weight(inputs, outputs, bits, 5, offsets=True)
+  scale = jnp.linspace(0.5, 2, inputs).astype(dtype)
+  unit = jnp.asarray(api.pack_weight(np.eye(inputs, dtype=jnp.dtype(dtype))))
+  normed = api.matmul(x, unit, inputs, norm=(scale, 1e-5), ordered=True)
+  norm = RMSNorm(inputs, 1e-5, jnp.dtype(dtype))
+  norm.scale[...] = scale
+  np.testing.assert_allclose(np.asarray(normed, np.float32), np.asarray(norm(x), np.float32), rtol=1e-2)
+  np.testing.assert_array_equal(
+    multiply(x, weight, norm=(scale, 1e-5), dtype=jnp.float32), multiply(normed, weight, dtype=jnp.float32)
+  )
+  both = jnp.concatenate([x, x[:, ::-1]], axis=1)
+  gated = api.matmul(both, unit, inputs, gated=True, ordered=True)
+  residual = jnp.asarray(make_rows(rows + 1, outputs)[:rows]).astype(dtype)
+  found = multiply(both, weight, gated=True, residual=residual)
+  product = jnp.asarray(multiply(gated, weight))
+  assert found.dtype == product.dtype == jnp.dtype(dtype)
+  np.testing.assert_array_equal(found, residual + product)
+  one = multiply(both[-1:], weight, gated=True, residual=residual[-1:])
+  np.testing.assert_array_equal(one[0], found[-1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_behind_those_in_use_are_left_out(bits: int) -> None:
+  x, weight = make_rows(30, 128), make_weight(128, 70, bits, 4)
+  for used in (0, 1, 29, 30):
+    padded = x.copy()
+    padded[used:] = np.nan
+    found = multiply(padded, weight, num_rows=jnp.full(1, used, jnp.int32))
+    np.testing.assert_array_equal(found[used:], 0)
+    if used:
+      np.testing.assert_array_equal(found[:used], multiply(x[:used], weight))
+
+
+def test_leading_dimensions_and_columns_by_index() -> None:
+  for bits, offsets in ((4, True), (8, False)):
+    x, weight = make_rows(6, 96), make_weight(96, 50, bits, 3, offsets)
+    flat = multiply(x, weight)
+    np.testing.assert_array_equal(multiply(x.reshape(2, 3, 96), weight), flat.reshape(2, 3, 50))
+    packed, scales = (
+      jnp.asarray(api.pack_codes(weight.codes, bits)),
+      jnp.asarray(api.pack_group_values(weight.scales)),
+    )
+    packed_offsets = None if weight.offsets is None else jnp.asarray(api.pack_group_values(weight.offsets))
+    indices = jnp.asarray([[0, 49], [31, 32]])
+    found = api.look_up_columns(packed, scales, indices, 96, bits=bits, offsets=packed_offsets)
+    np.testing.assert_allclose(found, weight.dequantize().T[np.asarray(indices)], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (40, 31), (260, 100)], ids=str)
+def test_any_view_is_packed(shape: tuple[int, int], bits: int) -> None:
+  """Input d of column n lies in step d // 4, or d // 8 with the next four in the upper halves; padding is zeros."""
+  (inputs, outputs), (blocks, steps, columns, _) = shape, api.packed_codes_shape(*shape, bits)
+  codes = np.random.default_rng(0).integers(0, 1 << bits, shape).astype(np.uint8)
+  padded = np.pad(codes, ((0, steps * (8 if bits == 4 else 4) - inputs), (0, blocks * columns - outputs)))
+  if bits == 4:
+    halves = padded.reshape(steps, 2, 4, blocks, columns)
+    expected = (halves[:, 0] | halves[:, 1] << 4).transpose(2, 0, 3, 1)
+  else:
+    expected = padded.reshape(steps, 4, blocks, columns).transpose(2, 0, 3, 1)
+  more = np.zeros((outputs + 3, 2, inputs + 1), np.uint8)
+  more[3:, 1, 1:] = codes.T
+  for view in (codes, np.ascontiguousarray(codes.T).T, more[3:, 1, 1:].T):
+    np.testing.assert_array_equal(api.pack_codes(view, bits), expected)
+
+
+def test_chunks_are_even_parts_of_groups() -> None:
+  for group, chunk in ((32, 32), (128, 128), (256, 128), (768, 128), (288, 96), (404, 104), (132, 72), (2052, 128)):
+    assert api.chunk_of_group(group, 8) == chunk
+
+
+def test_what_does_not_fit_is_named() -> None:
+  x, weight = jnp.asarray(make_rows(2, 96)), make_weight(96, 50, 4, 3)
+  codes, scales = jnp.asarray(api.pack_codes(weight.codes, 4)), jnp.asarray(api.pack_group_values(weight.scales))
+  with pytest.raises(ValueError, match=r"codes are uint8\[2, 12, 32, 4\]; x \(2, 96\) and 70 outputs at 4 bits need"):
+    api.grouped_matmul(x, codes, scales, 70, bits=4)
+  with pytest.raises(ValueError, match=r"need uint8\[2, 24, 32, 4\]"):
+    api.grouped_matmul(x, codes, scales, 50, bits=8)
+  with pytest.raises(ValueError, match="codes of 3 bits; supported are 4 and 8"):
+    api.pack_codes(weight.codes, 3)
+  with pytest.raises(ValueError, match=r"scales are float16\[1, 3, 32\]; 50 outputs need .* \[2, groups, 32\]"):
+    api.grouped_matmul(x, codes, scales[:1], 50, bits=4)
+  with pytest.raises(ValueError, match="5 groups do not divide 96 inputs"):
+    api.check_group(96, 5, 4)
+  with pytest.raises(ValueError, match=r"groups of 12 inputs at 4 bits; groups must be multiples of 8 inputs, or a"):
+    api.check_group(96, 8, 4)
+  with pytest.raises(ValueError, match=r"offsets are float32\[2, 3, 32\]; they must be like the scales, float16"):
+    api.grouped_matmul(x, codes, scales, 50, bits=4, offsets=scales.astype(jnp.float32))
+  with pytest.raises(ValueError, match=r"codes are int8\[96, 50\]; they must be uint8"):
+    api.pack_codes(weight.codes.astype(np.int8), 4)
+  with pytest.raises(ValueError, match=r"values of groups are float64\[3, 50\]"):
+    api.pack_group_values(weight.scales.astype(np.float64))
+  with pytest.raises(ValueError, match=r"residual float32\[2, 49\]"):
+    api.grouped_matmul(x, codes, scales, 50, bits=4, residual=jnp.zeros((2, 49)))
+
+
+# --- Another way to multiply, and seeded bugs -------------------------------------------------------------------------
+
+_NO_VNNI = ("if (groups::Vnni::available())", "if (false)")
+
+
+def check_all(bits: int) -> None:
+  check_product(make_rows(14, 192), make_weight(192, 70, bits, 3, offsets=True))
+  check_product(make_rows(3, 276), make_weight(276, 33, bits, dtype="float32"))
+
+
+@pytest.mark.skipif(native.level() != "x86-64-v4", reason="the library for this level has one way")
+def test_a_processor_without_vnni_gives_the_same_bits(with_bug: Callable[..., None]) -> None:
+  """This also shows that the checks of the seeded bugs pass without one."""
+  with_bug("packed_matmul", _NO_VNNI)
+  for bits in (4, 8):
+    check_all(bits)
+
+
+_BUGS = {
+  "zero_left_out": ("chunk.start = -zero * sum;", "chunk.start = 0;"),
+  "sum_without_factor": ("chunk.factor * static_cast<float>(sum);", "static_cast<float>(sum);"),
+  "factor_of_another_row": ("all(chunk[m * rows.num_chunks].factor)", "all(chunk->factor)"),
+  "start_of_another_row": ("all_ints(chunk[m * rows.num_chunks].start)", "all_ints(chunk->start)"),
+  "scales_of_the_first_group": ("++g, scales += kColumns)", "++g)"),
+  "offsets_of_the_first_group": ("if (offsets) offsets += kColumns;", ""),
+  "values_of_another_row": ("values_at(values + m * rows.stride);", "values_at(values);"),
+  "upper_halves_left_out": ("dots[m][j] = Way::add(dots[m][j], high[j], next);", ";"),
+  "last_chunk_too_long": ("std::min(cut.chunk, cut.group - begin) / kStep", "cut.chunk / kStep"),
+  "inverse_of_another_factor": ("inverse = 127.0f / magnitude", "inverse = 126.0f / magnitude"),
+  "wrong_block_of_scales": ("weight.scales + block * values_of", "weight.scales"),
+  "upper_half_packed_from_the_lower": ("codes[(i + 4) % kStep] << 4", "codes[i] << 4"),
+}
+
+
+@pytest.mark.parametrize("name", _BUGS)
+@pytest.mark.long
+def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  with_bug("packed_matmul", _BUGS[name])
+  with pytest.raises(AssertionError):
+    for bits in (4, 8):
+      check_all(bits)
