@@ -15,6 +15,10 @@ SLUICE_MARKER, _SLUICE_WEIGHTS = "sluice.json", "weights"
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _SHARED_BLOBS_MARKER = ".huggingface-shared-blobs"
 _CHOOSE_SAFETENSORS = "choose a repository or folder of the model that holds safetensors"
+_GGUF_FOLDER = (
+  f"a GGUF file needs the model's {CONFIG} and tokenizer.json beside it; put one GGUF file and those files of the "
+  "model's own repository into a folder, and set --model to the folder"
+)
 
 
 def leads_outside(file: pathlib.Path) -> pathlib.Path | None:
@@ -61,15 +65,27 @@ def check_model_folder(folder: pathlib.Path, *, needs_weights: bool = True) -> N
     raise CheckpointError(_describe_no_config(folder, names))
   if not needs_weights or SINGLE in names:
     return
-  if INDEX not in names:
+  if INDEX not in names and find_gguf(folder) is None:
     raise CheckpointError(describe_missing_weights(str(folder), names))
-  missing = [name for name in _listed_shards(folder / INDEX) if name not in names]
+  missing = [name for name in _listed_shards(folder / INDEX) if name not in names] if INDEX in names else []
   if missing:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise CheckpointError(
       f"{folder / missing[0]}{more}: no such file, though {INDEX} lists it; the copy is incomplete: copy or download "
       "the missing files"
     )
+
+
+def find_gguf(folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns the GGUF file of a folder without safetensors. Raises CheckpointError if there are several."""
+  if (folder / SINGLE).exists() or (folder / INDEX).exists():
+    return None
+  files = sorted(folder.glob("*.gguf"))
+  if len(files) > 1:
+    raise CheckpointError(
+      f"{folder}: holds {len(files)} GGUF files, {files[0].name} and {files[1].name} among them; keep one in the folder"
+    )
+  return files[0] if files else None
 
 
 def describe_missing_weights(place: str, names: Collection[str]) -> str:
@@ -88,7 +104,7 @@ def describe_missing_weights(place: str, names: Collection[str]) -> str:
       "AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER) writes safetensors"
     )
   if ggufs:
-    return f"{place}/{ggufs[0]}: GGUF is not served yet; {_CHOOSE_SAFETENSORS}, usually the name without -GGUF"
+    return f"{place}/{ggufs[0]}: {_GGUF_FOLDER}"
   if "adapter_config.json" in names:
     return (
       f"{place}/adapter_config.json: an adapter is no whole model; merge it into its base model with peft's "
@@ -108,7 +124,7 @@ def _describe_no_folder(path: pathlib.Path) -> str:
       "s3://BUCKET/PATH"
     )
   if path.suffix == ".gguf":
-    return f"is no folder but a GGUF file, which is not served yet; {_CHOOSE_SAFETENSORS}"
+    return f"is no folder; {_GGUF_FOLDER}"
   return f"is no folder; give --model the folder that holds {CONFIG} and {SINGLE}"
 
 

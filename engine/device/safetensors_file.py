@@ -22,6 +22,15 @@ from engine.errors import CheckpointError
 _MAX_HEADER_BYTES = 25_000_000
 _MAX_DIMS = 32
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# Of the parts of quantized weights.
+_PART_DTYPES = {
+  "I8": np.dtype(np.int8),
+  "U8": np.dtype(np.uint8),
+  "I32": np.dtype(np.int32),
+  "I64": np.dtype(np.int64),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+  "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +49,21 @@ class StoredTensor:
   offset: int
 
   def check_dtype(self) -> None:
-    """Raises CheckpointError unless `map` can read the dtype."""
-    if self.dtype not in _DTYPES:
+    """Raises CheckpointError unless the dtype is one of plain weights."""
+    if not self.is_plain:
       raise CheckpointError(
         f"{self.file}: tensor {self.name} has dtype {self.dtype}; supported are {', '.join(_DTYPES)}"
       )
 
   @property
+  def is_plain(self) -> bool:
+    """Whether the dtype is one of plain weights."""
+    return self.dtype in _DTYPES
+
+  @property
   def numpy_dtype(self) -> np.dtype:
-    """The dtype of `map`, for a tensor that passes check_dtype."""
-    return _DTYPES[self.dtype]
+    """The dtype of `map`, for plain weights and parts of quantized ones."""
+    return (_DTYPES | _PART_DTYPES)[self.dtype]
 
   def map(self) -> np.ndarray:
     """Returns the values as a read-only map of the file that lives as long as the array. Not for empty tensors."""

@@ -20,12 +20,13 @@ import numpy as np
 
 from engine.device import orbax_folder
 from engine.device.file_checksums import SUMS, read_sums, verify_sum
+from engine.device.formats.gguf_folder import open_gguf
+from engine.device.formats.quantized_source import QuantizedSource, open_quantized
 from engine.device.mesh import AXIS, num_shares, place_array, spread_params
-from engine.device.quantized_source import QuantizedSource
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.device.weight_shares import ShareReader, arrange_on_devices, parameter_axes
 from engine.errors import CheckpointError, ConfigError
-from engine.model_folder import INDEX, SINGLE, check_model_folder, leads_outside, name_of_model
+from engine.model_folder import INDEX, SINGLE, check_model_folder, find_gguf, leads_outside, name_of_model
 from models.config import ModelConfig
 from models.families.keys import unknown_keys
 from models.families.tensor_map import Piece
@@ -38,8 +39,6 @@ from models.weight_form import PLAIN, PLAIN_MATRIX, UnsupportedForm, WeightForm
 _MOST_NAMED = 20  # most unknown keys in one warning
 _BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
 _EMBEDDING = "model.embed_tokens.weight"
-# (folder, config.json, its model) -> the folder's low-precision weights, if it has some
-FindSource = Callable[[pathlib.Path, dict[str, Any], ModelConfig], QuantizedSource | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,6 @@ def open_checkpoint(
   form: WeightForm = PLAIN,
   random_weights: bool = False,
   num_token_ids: int = 0,
-  find_source: FindSource = lambda folder, raw, config: None,
 ) -> Checkpoint:
   """Opens and checks a model folder of either kind.
 
@@ -104,7 +102,6 @@ def open_checkpoint(
       before it reads the next (Sluice folder: after all).
     random_weights: generates fixed random weights on the devices; reads only config.json.
     num_token_ids: ids of the tokenizer; 0: there is no tokenizer.
-    find_source: opens a folder of low-precision weights; None: its weights are plain.
 
   Raises:
     CheckpointError: with the file and, if any, the tensor.
@@ -118,6 +115,11 @@ def open_checkpoint(
   is_orbax = orbax_folder.is_orbax_folder(folder) and not random_weights
   marker = orbax_folder.verify_orbax_folder(folder) if is_orbax else {}
   raw = _read_json(folder / "config.json")
+  if is_orbax and raw.get("quantization_config"):
+    raise CheckpointError(
+      f"{folder / 'config.json'}: quantization_config is not supported in a Sluice folder, whose weights are plain; "
+      "convert a plain checkpoint"
+    )
   try:
     config = config_from_hf(raw)
     refuse_uncomputed(config)
@@ -129,13 +131,21 @@ def open_checkpoint(
       f"{num_token_ids - 1}; use files of one model"
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
-  source = None if random_weights else find_source(folder, raw, config)
+  source: QuantizedSource | None = None
   stored: dict[str, StoredTensor] = {}
-  if not is_orbax and not random_weights and not (source and source.reads_all):
-    stored, is_backbone = _found_tensors(folder)
-    if is_backbone and not config.tie_embeddings and "lm_head.weight" not in stored:
-      config = dataclasses.replace(config, has_token_head=False)
-    _check_tensors(folder, stored, config)
+  if not is_orbax and not random_weights:
+    _verify_sums(folder)
+    if (gguf := find_gguf(folder)) is not None:
+      refuse_outside(gguf)
+      stored, source = open_gguf(gguf, config, tensors(config))
+    else:
+      stored, is_backbone = _found_tensors(folder)
+      if is_backbone and not config.tie_embeddings and "lm_head.weight" not in stored:
+        config = dataclasses.replace(config, has_token_head=False)
+      source = open_quantized(folder / "config.json", raw, stored, tensors(config))
+    _check_tensors(folder, stored, config, source)
+    if source is not None and not source.reads:
+      source = None  # a GGUF file of plain tensors
   stored_dtypes = {marker["dtype"]} if is_orbax else set()
   if stored:
     names = [piece.name for pieces in tensors(config).values() for piece in pieces if piece.name in stored]
@@ -160,7 +170,7 @@ def open_checkpoint(
   except UnsupportedForm as error:
     raise ConfigError(f"{folder}: {error}; set another --quantization or --quantization_group_size") from error
   kept = _declared(mesh, state)
-  given = frozenset() if source is None else frozenset(plain if source.reads_all else source.forms)
+  given = frozenset() if source is None else source.reads
   on_host = form.is_made_on_host
   declared = LoadedModel(
     config=config,
@@ -168,7 +178,7 @@ def open_checkpoint(
     params=jax.tree.unflatten(jax.tree.structure(state), list(kept.values())),
     eos_token_ids=eos_token_ids,
     name=marker["name"] if is_orbax else name_of_model(folder),
-    warnings=_unknown_keys_warning(raw),
+    warnings=(*_unknown_keys_warning(raw), *(source.warnings if source is not None else ())),
   )
 
   def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:
@@ -321,15 +331,18 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shar
   return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=sharding)
 
 
+def _verify_sums(folder: pathlib.Path) -> None:
+  if (folder / SUMS).exists():
+    for file, digest in read_sums(folder):
+      verify_sum(folder, file, digest)
+
+
 def _found_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], bool]:
   """Returns the location of every stored tensor by the name that a whole model has, and whether it is a backbone.
 
   A backbone that was saved without its head, such as an embedding model, has names without `model.`, also where
   config.json names a whole model.
   """
-  if (folder / SUMS).exists():
-    for file, digest in read_sums(folder):
-      verify_sum(folder, file, digest)
   stored = _find_tensors(folder)
   is_backbone = _EMBEDDING.removeprefix(_BACKBONE) in stored and _EMBEDDING not in stored
   if is_backbone:
@@ -337,13 +350,17 @@ def _found_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], bool]
   return stored, is_backbone
 
 
-def _check_tensors(folder: pathlib.Path, stored: dict[str, StoredTensor], config: ModelConfig) -> None:
+def _check_tensors(
+  folder: pathlib.Path, stored: dict[str, StoredTensor], config: ModelConfig, source: QuantizedSource | None
+) -> None:
   """Rejects missing, extra and misshapen tensors. Allocates no array, because config.json may be wrong.
 
-  Ignores only tensors that are known to be redundant.
+  Ignores only tensors that are known to be redundant. Args: source: has checked its own tensors.
   """
   pieces = {piece.name: piece for parts in tensors(config).values() for piece in parts}
   for name, piece in pieces.items():
+    if source is not None and name in source.quantized:
+      continue
     if name not in stored:
       raise CheckpointError(
         f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
@@ -356,7 +373,7 @@ def _check_tensors(folder: pathlib.Path, stored: dict[str, StoredTensor], config
         f"{list(piece.shape)}; use files of one model"
       )
     tensor.check_dtype()
-  extra = sorted(set(stored) - set(pieces))
+  extra = sorted(set(stored) - set(pieces) - (source.parts if source is not None else set()))
   # Old checkpoints store rotary frequencies, which follow from config.json.
   extra = [name for name in extra if not name.endswith(".rotary_emb.inv_freq")]
   if not config.has_token_head:

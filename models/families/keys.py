@@ -51,7 +51,8 @@ KEYS: dict[str, Treatment] = {
     """,
   ),
   # Storage of weights, and code next to them.
-  **_each(_PLAIN_WEIGHTS, "quantization_config quantization compression_config"),
+  "quantization_config": "read",
+  **_each(_PLAIN_WEIGHTS, "quantization compression_config"),
   "auto_map": Must(
     ({},), "no code in a model folder, which Sluice never runs; remove auto_map if the weights are plain"
   ),

@@ -18,7 +18,7 @@ def select_model_files(
   """Returns the files to download: configuration, tokenizer, chat template, license, and the loaded safetensors.
 
   If there are several copies of the weights, it selects those that the loader reads: model.safetensors, else the files
-  in model.safetensors.index.json. It selects every file of a Sluice folder.
+  in model.safetensors.index.json, else the only GGUF file. It selects every file of a Sluice folder.
 
   Args:
     names: the names of all files, relative to the model's folder.
@@ -44,6 +44,8 @@ def select_model_files(
       wanted.add(SINGLE)
     elif INDEX in names:
       wanted |= {INDEX, *_listed_shards(names, read_index(), place)}
+    elif len(ggufs := [name for name in names if "/" not in name and name.endswith(".gguf")]) == 1:
+      wanted.update(ggufs)
     else:
       raise CheckpointError(describe_missing_weights(place, names))
   return sorted(wanted)

@@ -1,6 +1,5 @@
 """Model folders of both kinds: the same bits whichever way they come, and every kind of damage refused by name."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -21,9 +20,7 @@ from engine.device.safetensors_file import StoredTensor, read_header
 from engine.device.weights import _assemble, open_checkpoint, parameter_name
 from engine.errors import CheckpointError, ConfigError
 from models.families.tensor_map import Piece
-from models.grouped_weight import GroupedWeight, quantize_by_group
-from models.weight_form import INT8, PLAIN, MatrixForm, WeightForm
-from tests.device.tiny_model import dense_logits
+from models.weight_form import INT8, PLAIN, WeightForm
 from tools.convert_checkpoint import convert, lossless_dtype
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
@@ -563,47 +560,6 @@ def test_int8_is_a_quarter_of_f32_and_the_same_from_either_kind_of_folder(tied, 
   packed = loaded("hf", WeightForm(packed=True, matrix=INT8))
   assert packed.keys() == made.keys()
   assert {packed[name].dtype for name in matrices} == {np.dtype(np.int8)}
-
-
-@dataclasses.dataclass(frozen=True)
-class HandMadeSource:
-  """Two matrices of a folder at 4 and 8 bits; the folder has the others."""
-
-  weights: dict[str, GroupedWeight]
-  label: str = "mixed"
-  reads_all: bool = False
-
-  @property
-  def forms(self) -> dict[str, MatrixForm]:
-    return {name: MatrixForm.of_weight(weight) for name, weight in self.weights.items()}
-
-  def read(self, name: str) -> GroupedWeight:
-    return self.weights[name]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_folder_with_bits_by_layer_computes_what_its_dequantised_weights_do(packed, tmp_path):
-  write_model(tmp_path, RAW | {"tie_word_embeddings": True}, seed=3)
-  mesh = make_mesh(jax.devices()[:1])
-  plain = open_checkpoint(str(tmp_path), mesh, "float32").load()
-  named = arrays(plain)
-  weights = {
-    "layers.1.attention.out": quantize_by_group(named["layers.1.attention.out"], 3, 4, 8),
-    "layers.0.mlp.gate_up": quantize_by_group(named["layers.0.mlp.gate_up"], 1, 8, 16),
-    "embed": quantize_by_group(named["embed"].T, 1, 4, 32),
-  }
-  found = open_checkpoint(
-    str(tmp_path), mesh, "float32", WeightForm(packed=packed), find_source=lambda *_: HandMadeSource(weights)
-  )
-  assert found.label == "mixed"
-  made = found.load()
-  assert {name for name in arrays(made) if name.endswith("_scale")} == {f"{name}_scale" for name in weights}
-  exact = named | {name: weight.dequantize() for name, weight in weights.items() if name != "embed"}
-  exact["embed"] = weights["embed"].dequantize().T
-  params = jax.tree.unflatten(jax.tree.structure(plain.params), [exact[name] for name in named])
-  tokens = list(range(3, 40))
-  expected = dense_logits((plain.graphdef, params), tokens)
-  np.testing.assert_allclose(dense_logits((made.graphdef, made.params), tokens), expected, atol=1e-4 * np.ptp(expected))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])

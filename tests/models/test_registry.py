@@ -457,7 +457,7 @@ def test_unknown_keys_are_told():
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"num_local_experts": 8}, "mixture-of-experts"),
     ({"hidden_act": "gelu"}, "'gelu'.*'silu'"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+    ({"quantization": {"bits": 4, "group_size": 64}}, "quantization="),
     ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"hidden_size": None}, "hidden_size is missing"),

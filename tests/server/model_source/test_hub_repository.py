@@ -165,7 +165,7 @@ def test_formats_that_are_not_served(hub: Hub, tmp_path):
   hub.repositories["org/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
   assert "org/pickled of the Hugging Face hub/pytorch_model.bin: a pickled" in refusal(tmp_path, "org/pickled")
   hub.repositories["org/gguf"] = {"model-Q4.gguf": b"x", "README.md": b"x"}
-  assert "GGUF is not served yet" in refusal(tmp_path, "org/gguf")
+  assert "a GGUF file needs the model's config.json" in refusal(tmp_path, "org/gguf")
   assert "pytorch_model.bin" not in hub.downloads() and "model-Q4.gguf" not in hub.downloads()
 
 

@@ -72,6 +72,8 @@ def test_what_is_downloaded():
   assert select(everything, needs_weights=False) == sorted(set(WANTED) - {INDEX, *SHARDS})
   single = everything | {"model.safetensors": b""}  # the loader reads this one
   assert select(single) == sorted(set(WANTED) - {INDEX, *SHARDS} | {"model.safetensors"})
+  gguf = {name: content for name, content in WANTED.items() if name not in (INDEX, *SHARDS)} | {"m.gguf": b""}
+  assert select(gguf) == sorted(gguf)
   own = {"sluice.json", "config.json", "SHA256SUMS", "weights/d/0123", "weights/manifest.ocdbt"}
   assert select(dict.fromkeys([*own, "run.py"], b"")) == sorted(own)
 
@@ -81,8 +83,7 @@ def test_what_is_downloaded():
   [
     ({"config.json"}, {}, r"org/model/pytorch_model\.bin: a pickled"),
     ({INDEX, *SHARDS}, {}, r"org/model/pytorch_model\.bin: a pickled checkpoint can run code .*save_pretrained"),
-    ({INDEX, *SHARDS, *UNWANTED}, {"m-Q4.gguf": b""}, r"org/model/m-Q4\.gguf: GGUF is not served yet; choose .*-GGUF"),
-    ({"config.json", INDEX, *SHARDS, *UNWANTED}, {"m.gguf": b""}, "GGUF is not served yet"),
+    ({"config.json", INDEX, *SHARDS, *UNWANTED}, {"m-Q4.gguf": b""}, r"/m-Q4\.gguf: .* needs .*config\.json"),
     (
       {"config.json", INDEX, *SHARDS, *UNWANTED},
       {"adapter_config.json": b"", "adapter_model.safetensors": b""},
@@ -111,6 +112,7 @@ def write_files(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
 def test_folders_that_are_models(tmp_path):
   check_model_folder(DEMO)
   check_model_folder(write_files(tmp_path / "m", WANTED | UNWANTED))
+  check_model_folder(write_files(tmp_path / "gguf", {"config.json": b"{}", "model.gguf": b""}))
   check_model_folder(write_files(tmp_path / "config", {"config.json": b"{}"}), needs_weights=False)
 
 
@@ -118,8 +120,8 @@ def test_folders_that_are_models(tmp_path):
   ("files", "complaint"),
   [
     ({"config.json": b"{}", "pytorch_model.bin": b""}, r"/m/pytorch_model\.bin: a pickled checkpoint .*safetensors"),
-    ({"config.json": b"{}", "model.gguf": b""}, r"/m/model\.gguf: GGUF is not served yet"),
-    ({"model.gguf": b""}, r"/m/model\.gguf: GGUF is not served yet"),
+    ({"config.json": b"{}", "a.gguf": b"", "b.gguf": b""}, r"/m: holds 2 GGUF files, a\.gguf and b\.gguf among them"),
+    ({"model.gguf": b""}, r"/m/model\.gguf: a GGUF file needs the model's config\.json and tokenizer\.json beside it"),
     ({"adapter_config.json": b"{}", "adapter_model.bin": b""}, r"adapter_config\.json: an adapter is no whole model"),
     ({"tokenizer.json": b"{}"}, r"/m/config\.json: no such file; a model folder needs one"),
     ({"inner/config.json": b"{}"}, r"/m/config\.json: no such file; .*/m/inner holds one"),
@@ -138,7 +140,7 @@ def test_paths_that_are_no_folders(tmp_path):
   with pytest.raises(CheckpointError, match="nowhere: no such folder; --model takes a model folder, ORG/NAME"):
     check_model_folder(tmp_path / "nowhere")
   for name, complaint in (
-    ("m.gguf", "a GGUF file, which is not served yet"),
+    ("m.gguf", "a GGUF file needs the model's config"),
     ("model.safetensors", "give --model the"),
   ):
     (tmp_path / name).touch()

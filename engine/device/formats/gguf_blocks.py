@@ -1,0 +1,119 @@
+"""Decodes GGUF's blocks to codes, scales and offsets. May not know files or names.
+
+The layouts are those of ggml-quants.c. Blocks lie along a row, so a row of bytes becomes a row of codes. Types of 5 and
+6 bits take codes of 8, whose zero lies in the middle of their range.
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import numpy as np
+
+from engine.device.formats.compressed_tensors import decode_e2m1, halved_powers
+
+Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [B, block], scales and offsets [B, block / group]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockType:
+  """How one type decodes.
+
+  Attributes:
+    bits, group, has_offsets: of the GroupedWeight.
+    decode: uint8[B, bytes] -> codes, scales and offsets, exactly.
+    scale_dtype: in which scales are kept; those of K types are products, rounded to float16.
+  """
+
+  bits: int
+  group: int
+  has_offsets: bool
+  decode: Callable[[np.ndarray], Decoded]
+  scale_dtype: str = "float16"
+
+
+def _half(blocks: np.ndarray, start: int) -> np.ndarray:
+  """Returns the float16 at byte `start` of each block, [B, 1]."""
+  return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
+
+
+def _halves(packed: np.ndarray) -> np.ndarray:
+  """uint8[..., S] -> uint8[..., 2S], all low halves before all high ones."""
+  return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+
+
+def _decode_q4_0(blocks: np.ndarray) -> Decoded:
+  return _halves(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _decode_q4_1(blocks: np.ndarray) -> Decoded:
+  scale, least = _half(blocks, 0), _half(blocks, 2).astype(np.float32)
+  return _halves(blocks[:, 4:]), scale, least + 8 * scale.astype(np.float32)
+
+
+def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+  """uint8[B, 4] -> uint8[B, 32], 16 where the bit is set."""
+  return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _decode_q5_0(blocks: np.ndarray) -> Decoded:
+  codes = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+  return codes + np.uint8(112), _half(blocks, 0), None
+
+
+def _decode_q5_1(blocks: np.ndarray) -> Decoded:
+  codes = _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+  scale, least = _half(blocks, 0), _half(blocks, 2).astype(np.float32)
+  return codes + np.uint8(112), scale, least + 16 * scale.astype(np.float32)
+
+
+def _decode_q8_0(blocks: np.ndarray) -> Decoded:
+  return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None
+
+
+def _k_scales(blocks: np.ndarray, zero: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the f32 scales and offsets [B, 8] of Q4_K and Q5_K, for codes whose zero is `zero`."""
+  low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+  factors = np.concatenate([low & 63, mixed & 15 | low >> 2 & 48], axis=1)
+  minima = np.concatenate([high & 63, mixed >> 4 | high >> 2 & 48], axis=1)
+  scales = _half(blocks, 0).astype(np.float32) * factors.astype(np.float32)
+  offsets = zero * scales - _half(blocks, 2).astype(np.float32) * minima.astype(np.float32)
+  return scales, offsets
+
+
+def _decode_q4_k(blocks: np.ndarray) -> Decoded:
+  codes = _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
+  return codes, *_k_scales(blocks, 8)
+
+
+def _decode_q5_k(blocks: np.ndarray) -> Decoded:
+  codes = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+  fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+  codes = (codes | fifth << np.uint8(4)).reshape(-1, 256)
+  return codes + np.uint8(112), *_k_scales(blocks, 16)
+
+
+def _decode_q6_k(blocks: np.ndarray) -> Decoded:
+  low = _halves(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+  shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+  high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+  codes = (low | high << np.uint8(4)).reshape(-1, 256)
+  factors = blocks[:, 192:208].view(np.int8).astype(np.float32)
+  return codes + np.uint8(96), _half(blocks, 208).astype(np.float32) * factors, None
+
+
+def _decode_mxfp4(blocks: np.ndarray) -> Decoded:
+  codes = decode_e2m1(blocks[:, 1:])  # low and high halves alternate; GGUF's lie apart
+  return np.concatenate([codes[:, ::2], codes[:, 1::2]], axis=1), halved_powers(blocks[:, :1]), None
+
+
+BLOCK_TYPES: dict[str, BlockType] = {
+  "Q4_0": BlockType(4, 32, False, _decode_q4_0),
+  "Q4_1": BlockType(4, 32, True, _decode_q4_1),
+  "Q5_0": BlockType(8, 32, False, _decode_q5_0),
+  "Q5_1": BlockType(8, 32, True, _decode_q5_1),
+  "Q8_0": BlockType(8, 32, False, _decode_q8_0),
+  "Q4_K": BlockType(4, 32, True, _decode_q4_k),
+  "Q5_K": BlockType(8, 32, True, _decode_q5_k),
+  "Q6_K": BlockType(8, 16, False, _decode_q6_k),
+  "MXFP4": BlockType(8, 32, False, _decode_mxfp4, "float32"),
+}

@@ -1,0 +1,205 @@
+"""Finds the quantized matrices of a model folder, and reads one parameter at a time. May not choose a device's layout.
+
+A layer that is stored plain stays plain, whatever the settings say.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from engine.device.formats import awq, compressed_tensors, gptq
+from engine.device.formats.quantized_tensor import LayerTensors, QuantizedTensor, refuse_format
+from engine.device.safetensors_file import StoredTensor
+from engine.errors import CheckpointError
+from models.families.tensor_map import Piece, TensorMap
+from models.grouped_weight import GroupedWeight, assemble_grouped
+from models.weight_form import MatrixForm
+
+EMBEDDING = "embed"  # stored name of the parameter [V, D]
+_WEIGHT = ".weight"
+_READERS = {"awq": awq, "gptq": gptq, "compressed-tensors": compressed_tensors}
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedSource:
+  """The quantized parameters of a model folder, which are not read yet.
+
+  Attributes:
+    label: names the form, such as "awq, 4 bits by 128".
+    forms: the form of each parameter that `read` returns as GroupedWeight, by stored name.
+    reads: the names that `read` takes: those of `forms`, and parameters that hold a quantized tensor but are plain.
+    parts: names of the stored tensors that belong to quantized matrices.
+    warnings: what the folder has and Sluice does not apply, a line each.
+    pieces: the tensors of each parameter.
+    quantized: by name of the plain tensor.
+    stored: the other tensors.
+  """
+
+  label: str
+  forms: Mapping[str, MatrixForm]
+  reads: frozenset[str]
+  parts: frozenset[str]
+  warnings: tuple[str, ...]
+  pieces: TensorMap
+  quantized: Mapping[str, QuantizedTensor]
+  stored: Mapping[str, StoredTensor]
+
+  def read(self, name: str) -> GroupedWeight | np.ndarray:
+    """Reads a parameter, whole and in its own axes; codes of the embedding are those of the matrix [D, V].
+
+    Args:
+      name: one of `reads`; the result is a GroupedWeight of the form in `forms`, or else f32.
+
+    Raises:
+      CheckpointError: the file holds NaN, infinite or too large scales.
+    """
+    pieces = self.pieces[name]
+    if name in self.forms:
+      weights = [(piece, self.quantized[piece.name].read()) for piece in pieces]
+      if name == EMBEDDING:
+        return weights[0][1]
+      return assemble_grouped(weights, _num_inputs(pieces[0]))
+    return _assemble_plain([(piece, self._read_plain(piece)) for piece in pieces])
+
+  def _read_plain(self, piece: Piece) -> np.ndarray:
+    """Returns f32 of the piece's shape."""
+    if piece.name in self.quantized:
+      return self.quantized[piece.name].read().dequantize().T
+    return self.stored[piece.name].map().astype(np.float32)
+
+
+def _assemble_plain(parts: list[tuple[Piece, np.ndarray]]) -> np.ndarray:
+  if not parts[0][0].place:
+    ((piece, value),) = parts
+    return value.reshape(piece.split).transpose(piece.order)
+  shape = [max(box[axis].stop for box in (piece.box() for piece, _ in parts)) for axis in range(len(parts[0][0].order))]
+  out = np.empty(shape, np.float32)
+  for piece, value in parts:
+    out[piece.box()] = value.reshape(piece.split).transpose(piece.order)
+  return out
+
+
+def _num_inputs(piece: Piece) -> int:
+  """Returns how many of a parameter's dimensions are inputs of the stored [outputs, inputs]."""
+  size, count = 1, 0
+  while size < piece.shape[1]:
+    count += 1
+    size *= piece.split[-count]
+  return count
+
+
+def make_source(
+  kind: str,
+  pieces: TensorMap,
+  quantized: Mapping[str, QuantizedTensor],
+  stored: Mapping[str, StoredTensor],
+  unread: Iterable[str] = (),
+) -> QuantizedSource:
+  """Returns the source of a folder.
+
+  Args:
+    kind: the format's name.
+    quantized: by name of the plain tensor.
+    stored: all tensors of the folder.
+    unread: names of tensors that hold scales of activations or KV.
+  """
+  forms, reads = {}, set()
+  for name, parts in pieces.items():
+    found = [quantized[piece.name] for piece in parts if piece.name in quantized]
+    if not found:
+      continue
+    reads.add(name)
+    if len(found) == len(parts) and (name == EMBEDDING or parts[0].order[0] != 0):
+      forms[name] = _joint_form(found)
+  unread = sorted(unread)
+  warnings = ()
+  if unread:
+    more = f" and {len(unread) - 1} others" if len(unread) > 1 else ""
+    warnings = (
+      f"{stored[unread[0]].file}: tensor {unread[0]}{more}: scales of activations and KV are not read; activations are "
+      "quantized as they come, and --kv_dtype sets the form of KV",
+    )
+  return QuantizedSource(
+    label=_label(kind, quantized),
+    forms=forms,
+    reads=frozenset(reads),
+    parts=frozenset(part for tensor in quantized.values() for part in tensor.parts) | set(unread),
+    warnings=warnings,
+    pieces=pieces,
+    quantized=quantized,
+    stored=stored,
+  )
+
+
+def _joint_form(tensors: list[QuantizedTensor]) -> MatrixForm:
+  """Returns the form of `assemble_grouped`."""
+  inputs = tensors[0].shape[1]
+  group = np.gcd.reduce([tensor.group for tensor in tensors]).item()
+  return MatrixForm(
+    kind="grouped",
+    bits=max(tensor.bits for tensor in tensors),
+    group=0 if group == inputs else group,
+    has_offsets=any(tensor.has_offsets for tensor in tensors),
+    scale_dtype=np.result_type(*(tensor.scale_dtype for tensor in tensors)).name,
+  )
+
+
+def _label(kind: str, quantized: Mapping[str, QuantizedTensor]) -> str:
+  """Returns the format's name and the form of most matrices."""
+  forms = Counter(
+    (tensor.bits, 0 if tensor.group == tensor.shape[1] else tensor.group) for tensor in quantized.values()
+  )
+  if not forms:
+    return kind
+  (bits, group), _ = forms.most_common(1)[0]
+  return f"{kind}, {bits} bits by {group or 'output'}"
+
+
+def open_quantized(
+  config_file: pathlib.Path, raw: Mapping[str, Any], stored: dict[str, StoredTensor], pieces: TensorMap
+) -> QuantizedSource | None:
+  """Checks the quantized matrices of a safetensors folder by their declarations and scales.
+
+  Args:
+    config_file: config.json, whose object is `raw`.
+    stored: every tensor of the folder.
+    pieces: the tensors of a plain model.
+
+  Returns:
+    None if config.json has no quantization_config.
+
+  Raises:
+    CheckpointError: the format is not supported, or a part is missing or does not fit.
+  """
+  config = raw.get("quantization_config")
+  if not config:
+    return None
+  if not isinstance(config, dict):
+    raise CheckpointError(f"{config_file}: quantization_config={config!r:.80} must be an object; correct the file")
+  method = config.get("quant_method")
+  if method is None and "bits" in config and "group_size" in config:
+    method = "gptq"  # as AutoGPTQ writes it
+  if not isinstance(method, str) or method not in _READERS:
+    refuse_format(config_file, f"quant_method={method!r:.80}", ", ".join(_READERS))
+  reader = _READERS[method]
+  reader.check_config(config_file, config)
+  every = {piece.name: piece for parts in pieces.values() for piece in parts}
+  quantized = {}
+  for name, piece in every.items():
+    plain = stored.get(name)
+    if not name.endswith(_WEIGHT) or len(piece.shape) != 2 or plain is not None and plain.is_plain:
+      continue
+    layer = LayerTensors(name.removesuffix(_WEIGHT), stored, piece.shape, method)
+    if not layer.parts(*reader.SUFFIXES):
+      continue  # the check of plain tensors reports the missing weight
+    if reader is gptq:
+      has_bias = f"{layer.name}.bias" in every
+      quantized[name] = gptq.open_layer(config_file, config, layer, has_bias)
+    else:
+      quantized[name] = reader.open_layer(config_file, config, layer)
+  unread = [name for name in stored if reader is compressed_tensors and name.endswith(compressed_tensors.UNREAD)]
+  return make_source(method, pieces, quantized, stored, unread)

@@ -1,0 +1,118 @@
+"""Checkpoints in the formats that people have: each parameter is that of the plain checkpoint with the same weights."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from engine.device.formats.gguf_folder import open_gguf
+from engine.device.formats.quantized_source import QuantizedSource, open_quantized
+from engine.device.mesh import make_mesh
+from engine.device.safetensors_file import read_header
+from engine.device.weights import open_checkpoint
+from models.grouped_weight import GroupedWeight
+from models.registry import config_from_hf, tensors
+from models.weight_form import WeightForm
+from tests.device.quantized_checkpoints import FORMATS, QWEN2, RAW, write_gguf_pair, write_pair
+from tests.device.tiny_model import dense_logits
+
+# Offsets of zero points are rounded to float16.
+TOLERANCE = dict.fromkeys(("awq", "int4 zeros", "bits by layer"), 2**-10)
+QWEN3 = RAW | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = RAW | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+
+def open_source(folder: pathlib.Path) -> QuantizedSource:
+  raw = json.loads((folder / "config.json").read_text())
+  pieces = tensors(config_from_hf(raw))
+  if (folder / "model.gguf").exists():
+    return open_gguf(folder / "model.gguf", config_from_hf(raw), pieces)[1]
+  source = open_quantized(folder / "config.json", raw, read_header(folder / "model.safetensors"), pieces)
+  assert source is not None
+  return source
+
+
+def read_plain(folder: pathlib.Path, name: str) -> np.ndarray:
+  """A parameter of a plain folder, by its definition: a box of each stored tensor."""
+  pieces = tensors(config_from_hf(json.loads((folder / "config.json").read_text())))[name]
+  stored = read_header(folder / "model.safetensors")
+  sizes = [max(box.stop for box in boxes) for boxes in zip(*(piece.box() for piece in pieces), strict=True)]
+  out = np.full(sizes, np.nan, np.float32)
+  for piece in pieces:
+    out[piece.box()] = stored[piece.name].map().reshape(piece.split).transpose(piece.order)
+  return out
+
+
+def compare(quantized: pathlib.Path, plain: pathlib.Path, tolerance: float) -> QuantizedSource:
+  source = open_source(quantized)
+  for name in sorted(source.reads):
+    value = source.read(name)
+    expected = read_plain(plain, name)
+    if name in source.forms:
+      assert isinstance(value, GroupedWeight)
+      assert type(source.forms[name]).of_weight(value) == source.forms[name]
+      value = value.dequantize().T if name == "embed" else value.dequantize()
+    assert np.abs(value - expected).max() <= tolerance * np.abs(expected).max(), name
+  return source
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_of_safetensors(tmp_path, name):
+  config, write_layer = FORMATS[name]
+  source = compare(*write_pair(tmp_path, RAW, config, write_layer), TOLERANCE.get(name, 1e-7))
+  assert len(source.forms) == 4 * RAW["num_hidden_layers"]
+  assert source.forms.keys() == source.reads and source.warnings == ()
+
+
+def load(folder: pathlib.Path, packed: bool) -> tuple[Any, Any]:
+  model = open_checkpoint(str(folder), make_mesh(jax.devices()[:1]), "float32", WeightForm(packed=packed)).load()
+  return model.graphdef, model.params
+
+
+def check_logits(quantized: pathlib.Path, plain: pathlib.Path, packed: bool) -> None:
+  tokens = list(range(3, 40))
+  expected = dense_logits(load(plain, False), tokens)
+  found = dense_logits(load(quantized, packed), tokens)
+  assert np.abs(found - expected).max() <= (0.05 if packed else 2e-3) * np.ptp(expected)
+  assert np.abs(found - expected).max() > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["awq", "bits by layer", "w8a8"])
+def test_logits_of_safetensors(tmp_path, name, packed):
+  check_logits(*write_pair(tmp_path, RAW, *FORMATS[name]), packed)
+
+
+def mixed(name: str) -> str:
+  """The types of a Q4_K_M file, nearly."""
+  if "embed" in name or "down" in name or "lm_head" in name:
+    return "Q6_K"
+  return "Q5_K" if "v_proj" in name else "Q4_K"
+
+
+@pytest.mark.parametrize(
+  "raw, types, tolerance",
+  [
+    (RAW, lambda name: "Q8_0", 0),
+    (MISTRAL, lambda name: "Q4_0", 0),
+    (QWEN2, mixed, 2**-10),
+    (QWEN3, lambda name: {"q": "Q5_0", "k": "Q5_1", "v": "Q4_1"}.get(name.split("_proj")[0][-1], "MXFP4"), 2**-10),
+    (RAW, lambda name: "F16" if "k_proj" in name or "lm_head" in name else "Q8_0", 0),
+  ],
+  ids=["llama", "mistral", "qwen2", "qwen3", "some plain"],
+)
+def test_parameters_of_gguf(tmp_path, raw, types, tolerance):
+  pytest.importorskip("gguf")
+  source = compare(*write_gguf_pair(tmp_path, raw, types), tolerance)
+  assert "embed" in source.forms
+  assert ("layers.0.attention.qkv" in source.forms) == ("F16" not in map(types, ["k_proj"]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_logits_of_gguf(tmp_path, packed):
+  """The embedding is looked up in codes, and is the head too."""
+  pytest.importorskip("gguf")
+  check_logits(*write_gguf_pair(tmp_path, QWEN2, mixed), packed)

@@ -1,0 +1,66 @@
+"""Layers of quantized checkpoints, recorded from the formats' own packages (tools/parity/write_quantized.py)."""
+
+import json
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+
+from engine.device.formats.quantized_source import open_quantized
+from engine.device.safetensors_file import read_header
+from models.families.tensor_map import transposed
+from models.grouped_weight import GroupedWeight
+
+FILE = pathlib.Path(__file__).parent / "data" / "quantized_layers.safetensors"
+with safetensors.safe_open(FILE, "numpy") as recorded:
+  CONFIGS = {case: json.loads(text) for case, text in recorded.metadata().items()}
+INPUTS = 96
+FORMS = {  # bits, inputs a scale (0: all), offsets, dtype of scales
+  "int4_group_bf16": (4, 32, False, "float16"),
+  "int4_zeros_f16": (4, 32, True, "float16"),
+  "int4_output_f32": (4, 0, False, "float32"),
+  "int8_group_f16": (8, 32, False, "float16"),
+  "int8_zeros_bf16": (8, 32, True, "float32"),
+  "w8a8_output": (8, 0, False, "float32"),
+  "w8a8_tensor": (8, 0, False, "float32"),
+  "mxfp4": (8, 32, False, "float16"),
+  "awq_32": (4, 32, True, "float16"),
+  "gptq_4_sym_32": (4, 32, False, "float16"),
+  "gptq_4_asym_32": (4, 32, True, "float16"),
+  "gptq_8_sym_48": (8, 48, False, "float16"),
+  "gptq_8_asym_1": (8, 0, True, "float32"),
+}
+
+
+def open_case(case: str, **changes):
+  """The source of a model with one matrix, `head`."""
+  stored = {name: tensor for name, tensor in read_header(FILE).items() if name.startswith(f"{case}.")}
+  plain = stored.pop(f"{case}.dequantized")
+  source = open_quantized(
+    FILE, {"quantization_config": CONFIGS[case] | changes}, stored, {"head": transposed(f"{case}.weight", *plain.shape)}
+  )
+  assert source is not None and source.parts >= set(stored)
+  return source, plain.map()
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_each_form_dequantizes_as_its_own_package(case):
+  source, expected = open_case(case)
+  tensor = source.quantized[f"{case}.weight"]
+  exact = tensor.decode().dequantize().T
+  # The packages multiply in the dtype of the scales.
+  dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "32": np.float16}.get(case.split("_")[-1], np.float32)
+  dtype = np.float32 if case.startswith("gptq") else ml_dtypes.bfloat16 if case == "w8a8_output" else dtype
+  np.testing.assert_array_equal(exact.astype(dtype).astype(np.float32), expected)
+  bits, group, has_offsets, scale_dtype = FORMS[case]
+  form = source.forms["head"]
+  assert (form.bits, form.group, form.has_offsets, form.scale_dtype) == FORMS[case]
+  read = source.read("head")
+  assert isinstance(read, GroupedWeight)
+  assert type(form).of_weight(read) == form
+  # Rounded offsets and scales: a step is the larger of a scale's rounding and 2**-11 of eight scales.
+  bound = 0 if scale_dtype == "float32" else np.abs(read.scales.astype(np.float32)).max() * 8 * 2**-11
+  assert np.abs(read.dequantize().T - exact).max() <= (bound if has_offsets else 0)
+  assert read.codes.shape == (INPUTS, expected.shape[0]) and bits == read.bits and group in (read.group, 0)
