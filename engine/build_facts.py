@@ -11,7 +11,7 @@ class DeviceFact:
   Attributes:
     kind: the maker's name of the device.
     count: devices.
-    dtype: of weights, activations and KV.
+    dtype: of weights and activations.
     attention, matmul: names of the kernels.
     quantization: the setting.
     fallbacks: why a kernel is not the platform's best, a line each.
@@ -60,6 +60,7 @@ class KVFact:
   Attributes:
     num_blocks: blocks.
     block_size: tokens a block.
+    dtype: of keys and values; "": no model.
     num_bytes: on all devices.
     max_model_len: tokens of the longest sequence.
     num_host_blocks, num_host_bytes: evicted blocks that the host keeps, and their bytes; 0: none.
@@ -70,6 +71,7 @@ class KVFact:
   block_size: int
   num_bytes: int
   max_model_len: int
+  dtype: str = ""
   num_host_blocks: int = 0
   num_host_bytes: int = 0
   host_dir: str = ""

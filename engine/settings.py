@@ -304,7 +304,7 @@ class DeviceSettings:
   )
   dtype: str = setting(
     "auto",
-    "Dtype of weights, activations and KV; auto: float32 on CPU, bfloat16 elsewhere.",
+    "Dtype of weights and activations; auto: float32 on CPU, bfloat16 elsewhere.",
     group=_MODEL,
     choices=("auto", "float32", "bfloat16"),
     common=True,
@@ -331,6 +331,13 @@ class DeviceSettings:
     "server logs the cost at start. Except with a CPU's own kernels, every step has one size.",
     group=_MODEL,
     common=True,
+  )
+  kv_dtype: str = setting(
+    "auto",
+    "Keys and values in the KV pool: auto: --dtype; int8: int8 with a scale a token and KV head, half the bytes of "
+    "bfloat16 and a little more. int8 is for CPUs, or for --attention=reference.",
+    group=_MEMORY,
+    choices=("auto", "int8"),
   )
   kv_cache_mb: int = setting(
     0,

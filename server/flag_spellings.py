@@ -12,6 +12,7 @@ SYNONYMS = {
   "tensor_parallel_size": "num_devices",
   "tp": "num_devices",
   "download_dir": "model_cache_dir",
+  "kv_cache_dtype": "kv_dtype",
 }
 # vLLM's flags that Sluice does not have, and what to do instead.
 INSTEAD = {
@@ -24,7 +25,6 @@ INSTEAD = {
   "enforce_eager": "leave it out; every program is compiled before the server is ready",
   "fully_sharded_loras": "leave it out; devices share adapters as they share the layers",
   "gpu_memory_utilization": "set --kv_cache_mb, or the environment variable XLA_CLIENT_MEM_FRACTION",
-  "kv_cache_dtype": "leave it out; KV has the type of --dtype",
   "kv_offloading_size": "set --host_kv_mb, which is in MiB",
   "load_format": "leave it out; weights are read from safetensors",
   "lora_dtype": "leave it out; adapters have the type of --dtype",

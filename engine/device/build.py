@@ -262,6 +262,7 @@ def build_side(
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
+  kv_dtype = dtype if options.kv_dtype == "auto" else jnp.dtype(options.kv_dtype)
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
   matrix = INT8 if options.quantization == "int8" else PLAIN_MATRIX
@@ -282,7 +283,7 @@ def build_side(
     options = dataclasses.replace(options, enable_embeddings=True)  # it serves nothing else
   pooling = choose_pooling(options, model)
   share = ModelSplit(model, mesh_lib.num_shares(mesh)).share
-  attention, attention_reason, block_size, wanted_len = choose_attention(options, candidates, share, dtype)
+  attention, attention_reason, block_size, wanted_len = choose_attention(options, candidates, share, dtype, kv_dtype)
   fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
   report_fact(
     DeviceFact(
@@ -303,14 +304,23 @@ def build_side(
         "--executable_bundle or without --draft_model"
       )
     draft = open_draft(
-      options.draft_model, options.model_dir, model, mesh, dtype, form, block_size, attention, options.random_weights
+      path=options.draft_model,
+      model_dir=options.model_dir,
+      model=model,
+      mesh=mesh,
+      dtype=dtype,
+      kv_dtype=kv_dtype,
+      form=form,
+      block_size=block_size,
+      attention=attention,
+      random_weights=options.random_weights,
     )
     draft.check_length(wanted_len)
   computes_padding = matmul != "packed"  # packed kernels skip padding
   one_size = options.deterministic and deterministic.needs_one_size(attention, matmul)
   choice = options.choose_ladder(device.platform, not computes_padding, one_size)
   ladder = choice.ladder
-  block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention, mesh_lib.num_shares(mesh))
+  block_bytes = kv_cache.bytes_per_block(model, block_size, kv_dtype, attention, mesh_lib.num_shares(mesh))
   sizer = PoolSizer(
     block_bytes=block_bytes + (draft.block_bytes if draft is not None else 0),
     block_size=block_size,
@@ -350,7 +360,8 @@ def build_side(
       graphdef=declared.graphdef,
       params_tree=tree,
       params=tuple(abstract),
-      kv=kv_cache.abstract(mesh, model, num_blocks, block_size, dtype, attention),
+      dtype=dtype,
+      kv=kv_cache.abstract(mesh, model, num_blocks, block_size, kv_dtype, attention),
       block_size=block_size,
       table_width=-(-max_model_len // block_size),
       num_slots=choice.max_num_seqs,
@@ -368,10 +379,10 @@ def build_side(
     )
 
   longest, length_reason = fit_to_attention(
-    lambda width: spec(1, width * block_size), wanted_len, sizer.is_chosen, ladder, dtype
+    lambda width: spec(1, width * block_size), wanted_len, sizer.is_chosen, ladder
   )
   if draft is not None:  # its shapes too, or an error
-    fit_to_attention(lambda width: draft.make_spec(spec(1, width * block_size), 1), longest, True, ladder, dtype)
+    fit_to_attention(lambda width: draft.make_spec(spec(1, width * block_size), 1), longest, True, ladder)
   sizer = dataclasses.replace(sizer, longest=longest)
 
   def load() -> tuple[LoadedModel, float]:
@@ -411,6 +422,7 @@ def build_side(
     KVFact(
       num_blocks=pool.num_blocks,
       block_size=block_size,
+      dtype=kv_dtype.name,
       num_bytes=(pool.num_blocks + 1) * sizer.block_bytes,
       max_model_len=max_model_len,
       num_host_blocks=num_host_blocks,

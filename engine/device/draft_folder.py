@@ -64,11 +64,13 @@ class DraftFolder:
 
 
 def open_draft(
+  *,
   path: str,
   model_dir: str,
   model: ModelConfig,
   mesh: Mesh,
   dtype: jnp.dtype,
+  kv_dtype: jnp.dtype,
   form: WeightForm,
   block_size: int,
   attention: str,
@@ -80,7 +82,7 @@ def open_draft(
     path: the folder; "demo": the draft model of the demo model.
     model_dir, model: folder and configuration of the served model.
     mesh, dtype, form: as in open_checkpoint; the mesh has one device.
-    block_size, attention: of the served model's KV.
+    kv_dtype, block_size, attention: of the served model's KV.
     random_weights: as in open_checkpoint.
 
   Raises:
@@ -109,7 +111,7 @@ def open_draft(
       f"draft_model={path:.200}: its {_TOKENIZER} has other tokens than the model's; set --draft_model to a model with "
       "the same tokenizer"
     )
-  return DraftFolder(path, checkpoint, kv_cache.bytes_per_block(config, block_size, dtype, attention))
+  return DraftFolder(path, checkpoint, kv_cache.bytes_per_block(config, block_size, kv_dtype, attention))
 
 
 def _read_tokens(folder: str) -> Any:

@@ -53,7 +53,7 @@ def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], 
 
 
 def choose_attention(
-  options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype
+  options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype, kv_dtype: jnp.dtype
 ) -> tuple[str, str, int, int]:
   """Returns the implementation, why it is not the best (or ""), tokens a block, and the longest sequence.
 
@@ -65,7 +65,7 @@ def choose_attention(
     block_size = options.block_size or api.preferred_block_size(name)
     for each in model.groups:
       geometry = Geometry(1, 1, 1, block_size, each.num_heads, each.num_kv_heads, each.head_dim, each.window)
-      api.check_supported(name, geometry, dtype)
+      api.check_supported(name, geometry, dtype, kv_dtype)
 
   attention, reason = api.choose_attention(candidates, check)
   max_model_len = options.max_model_len or model.max_position
@@ -98,7 +98,7 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
 
 
 def fit_to_attention(
-  spec_of_width: Callable[[int], ProgramSpec], longest: int, is_chosen: bool, ladder: ShapeLadder, dtype: jnp.dtype
+  spec_of_width: Callable[[int], ProgramSpec], longest: int, is_chosen: bool, ladder: ShapeLadder
 ) -> tuple[int, str]:
   """Rejects shapes that the attention kernels cannot run, before anything compiles. Never falls back to others.
 
@@ -107,7 +107,6 @@ def fit_to_attention(
     longest: max_model_len, in tokens.
     is_chosen: the user set it; otherwise this function may lower it to the longest that the kernels support.
     ladder: the rungs to compile.
-    dtype: of queries and KV.
 
   Returns:
     The longest sequence in tokens, and why it is less than `longest`, or "".
@@ -117,10 +116,10 @@ def fit_to_attention(
   """
   block_size = spec_of_width(1).block_size
   width = -(-longest // block_size)
-  refusal = _refusal(spec_of_width(width), ladder, dtype)
+  refusal = _refusal(spec_of_width(width), ladder)
   if refusal is None:
     return longest, ""
-  fits = bisect.bisect_left(range(1, width), True, key=lambda w: _refusal(spec_of_width(w), ladder, dtype) is not None)
+  fits = bisect.bisect_left(range(1, width), True, key=lambda w: _refusal(spec_of_width(w), ladder) is not None)
   if not fits:  # no length works
     raise ConfigError(f"{refusal}; or set --attention=reference, which runs anywhere, slowly") from refusal
   if is_chosen:
@@ -131,12 +130,12 @@ def fit_to_attention(
   return fits * block_size, str(refusal)
 
 
-def _refusal(spec: ProgramSpec, ladder: ShapeLadder, dtype: jnp.dtype) -> NotImplementedError | None:
+def _refusal(spec: ProgramSpec, ladder: ShapeLadder) -> NotImplementedError | None:
   """Returns the error of the attention kernels for the first rung that they cannot run, or None."""
   try:
     for shape in ladder.rungs():
       for _, attention in spec.attention_groups(shape):
-        api.check_supported(spec.attention, attention.geometry, dtype)
+        api.check_supported(spec.attention, attention.geometry, spec.dtype, spec.kv[0].dtype)
   except NotImplementedError as error:
     return error
   return None

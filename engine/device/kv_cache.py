@@ -1,7 +1,8 @@
 """Layout and size of the KV buffers, and free memory. May not know requests; BlockPool tracks who owns a block.
 
 Each layer has a separate buffer, which XLA updates in place; it would copy a stacked buffer for every layer's slice.
-A layer's attention determines its shape, and all layers share one block table.
+A layer's attention determines its shape, and all layers share one block table. A buffer of int8 holds the scales of its
+numbers, too, so whatever copies blocks copies both (pallas_kernels/paged_attention/int8_kv.py).
 Physical block 0 takes the writes of padding tokens, so a pool of n blocks has n + 1 on the device.
 """
 
@@ -26,10 +27,11 @@ def bytes_per_block(
 
   Args:
     attention: the implementation's name.
+    dtype: of the pool.
     num_devices: devices that share each layer. A KV head may be on several of them.
   """
   values = sum(
-    len(layers) * math.prod(api.kv_shape(1, block_size, declared.num_kv_heads, declared.head_dim, attention))
+    len(layers) * math.prod(api.kv_shape(1, block_size, declared.num_kv_heads, declared.head_dim, attention, dtype))
     for declared, layers in ModelSplit(model, num_devices).share.groups.items()
   )
   return values * num_devices * jnp.dtype(dtype).itemsize
@@ -50,7 +52,7 @@ def abstract(
   share = ModelSplit(model, mesh_lib.num_shares(mesh)).share
 
   def of_group(declared: LayerAttention) -> jax.ShapeDtypeStruct:
-    shape = api.kv_shape(num_blocks + 1, block_size, declared.num_kv_heads, declared.head_dim, attention)
+    shape = api.kv_shape(num_blocks + 1, block_size, declared.num_kv_heads, declared.head_dim, attention, dtype)
     axis = head_axis(block_size, declared, attention)
     return mesh_lib.spread(mesh, shape, dtype, tuple("kv_heads" if i == axis else None for i in range(len(shape))))
 

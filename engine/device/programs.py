@@ -90,6 +90,7 @@ class ProgramSpec:
     model: configuration of the decoder.
     graphdef, params_tree: structure of one device's share of the module and of its nnx.State.
     params: the leaves of the state, abstract, of all devices together, with shardings.
+    dtype: of activations, and of weights that are not quantized.
     kv: the KV buffers, abstract, with shardings.
     block_size, table_width, num_slots, num_eos: as in StepLayout.
     attention: name of the implementation (pallas_kernels.paged_attention.api), which determines the layout of `kv`.
@@ -107,6 +108,7 @@ class ProgramSpec:
   graphdef: nnx.GraphDef
   params_tree: Any
   params: tuple[jax.ShapeDtypeStruct, ...]
+  dtype: jnp.dtype
   kv: tuple[jax.ShapeDtypeStruct, ...]
   block_size: int
   table_width: int
@@ -197,7 +199,7 @@ class ProgramSpec:
     if not self.max_loras:
       return ()
     share, num_slots, rank = self.split.share, self.max_loras + 1, self.max_lora_rank
-    layers = declare_adapters(share, num_slots, rank, self.kv[0].dtype)
+    layers = declare_adapters(share, num_slots, rank, self.dtype)
     specs = [adapter_specs(share, declared) for declared in share.layers]
 
     def spread(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:

@@ -4,6 +4,7 @@ An implementation is a module of this folder with the functions `kv_shape` and `
 layout of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. It may also define
 
   check_supported(geometry, dtype)            raises NotImplementedError for unsupported shapes and dtypes
+  check_int8_kv(geometry)                     the same for buffers of int8, if it is in INT8_KV
   make_plan(geometry, device_kind) -> Plan    work lists that the host sends with every step (plan.py)
 
 This module chooses an implementation by name, before anything compiles.
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 # Imported on first use, because the GPU's module needs packages that a TPU machine may lack.
@@ -27,6 +29,7 @@ IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
 # of different shapes.
 WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
 ACROSS_SHAPES = ("cpu",)
+INT8_KV = ("reference",)  # with buffers of int8, besides those of the layer's dtype
 # Best first. The CPU's second implementation supports everything that its first does, so "auto" may fall back to it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma
@@ -164,7 +167,7 @@ class PagedAttention:
     Args:
       qkv: [T, K, G + 2, H]; the G query heads of a KV head, its key, its value, before rotary embedding.
       cos, sin: f32[T, H / 2].
-      kv: a buffer of shape `kv_shape`; updated in place if the caller's jit donates it.
+      kv: a buffer of shape `kv_shape`, of qkv's dtype or int8; updated in place if the caller's jit donates it.
       meta: result of `self.meta`.
       slot_mapping: int32[T], block id * block_size + offset in the block; padding tokens map into block 0, which
         no kernel reads.
@@ -175,21 +178,33 @@ class PagedAttention:
     return implementation(self.implementation).attend(self, qkv, cos, sin, kv, meta, slot_mapping)
 
 
-def check_supported(name: str, geometry: Geometry, dtype: Any) -> None:
+def check_supported(name: str, geometry: Geometry, dtype: Any, kv_dtype: Any = None) -> None:
   """Raises NotImplementedError, with the value and the supported ones, for shapes that an implementation cannot run.
 
   Args:
     name: a name of IMPLEMENTATIONS.
     geometry: of the rung.
-    dtype: of q, k, v and the buffer.
+    dtype: of q, k and v.
+    kv_dtype: of the buffer: `dtype`, which is also meant by None, or int8.
   """
-  check = getattr(implementation(name), "check_supported", None)
-  if check:  # the reference supports everything
-    check(geometry, jnp.dtype(dtype))
+  module, int8 = implementation(name), kv_dtype is not None and jnp.dtype(kv_dtype) == jnp.int8
+  if int8 and name not in INT8_KV:
+    raise NotImplementedError(
+      f"kv_dtype=int8: paged attention ({name}) has no int8 KV; leave out --kv_dtype, or serve on a CPU"
+    )
+  # The reference supports everything.
+  for check, *more in (("check_supported", jnp.dtype(dtype)), *([("check_int8_kv",)] if int8 else [])):
+    if hasattr(module, check):
+      getattr(module, check)(geometry, *more)
 
 
 def kv_shape(
-  num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "reference"
+  num_blocks: int,
+  block_size: int,
+  num_kv_heads: int,
+  head_dim: int,
+  name: str = "reference",
+  dtype: Any = jnp.float32,
 ) -> tuple[int, ...]:
   """Returns the shape of one layer's KV buffer.
 
@@ -199,5 +214,6 @@ def kv_shape(
     num_kv_heads: K.
     head_dim: H.
     name: the implementation.
+    dtype: of the buffer. One of int8 has the scale of each key and value in two more elements (int8_kv.py).
   """
-  return implementation(name).kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+  return implementation(name).kv_shape(num_blocks, block_size, num_kv_heads, stored_size(head_dim, dtype))

@@ -5,6 +5,7 @@ last of its `length` positions.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,8 @@ class ArgSpec:
     block_size, table_width: tokens a block, and blocks a row of the table (B).
     num_heads, num_kv_heads, head_dim: N, K, H.
     sliding_window, soft_cap: see api.
-    dtype: of q, k, v and the buffer.
+    dtype: of q, k and v.
+    kv_dtype: of the buffer; "": dtype.
     shared_blocks: leading blocks that all sufficiently long rows share (a cached prefix).
     spare_blocks: blocks of the pool that no row uses.
   """
@@ -40,11 +42,17 @@ class ArgSpec:
   sliding_window: int | None = None
   soft_cap: float | None = None
   dtype: str = "float32"
+  kv_dtype: str = ""
   shared_blocks: int = 0
   spare_blocks: int = 3
 
   def __str__(self) -> str:
     return self.name
+
+  @property
+  def stored_dtype(self) -> str:
+    """Dtype of the buffer."""
+    return self.kv_dtype or self.dtype
 
   @property
   def geometry(self) -> Geometry:
@@ -170,7 +178,14 @@ BENCHMARK = (
 
 def _llama_8b(name: str, rows: tuple[tuple[int, int], ...], num_tokens: int, **changes) -> ArgSpec:
   """A layer of Llama-3-8B: 32 query heads, 8 KV heads of 128, bf16, up to 64 rows of up to 16,384 positions."""
-  settings = {"num_rows": 64, "block_size": 64, "table_width": 256, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+  settings: dict[str, Any] = {
+    "num_rows": 64,
+    "block_size": 64,
+    "table_width": 256,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+  }
   return ArgSpec(name, rows, num_tokens, dtype="bfloat16", **(settings | changes))
 
 

@@ -15,6 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+from pallas_kernels.paged_attention.int8_kv import dequantize, quantize
 
 _CHUNK = 64  # keys a pass, rounded to whole pages
 _DECODE_GROUP = 8  # tiles of one query a group; measured like the others: docs/decisions/paged-attention.md
@@ -25,7 +26,10 @@ _MASKED = -1e30  # below every real score; finite, so that masked - masked is 0 
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """Returns [P, 2, K, page, H]: a page of one head is contiguous, so gathered pages need no transposition."""
+  """Returns [P, 2, K, page, H]: a page of one head is contiguous, so gathered pages need no transposition.
+
+  In a buffer of int8, head_dim is that of int8_kv.stored_size.
+  """
   return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
@@ -71,22 +75,24 @@ def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-  """Stores this step's keys and values, [T, K, H], cast to the buffer's dtype."""
-  page = kv.shape[3]
-  return kv.at[slot_mapping // page, :, :, slot_mapping % page].set(jnp.stack([k, v], axis=1).astype(kv.dtype))
+  """Stores this step's keys and values, [T, K, H], cast to the buffer's dtype or quantized for one of int8."""
+  page, both = kv.shape[3], jnp.stack([k, v], axis=1)
+  lines = quantize(both) if kv.dtype == jnp.int8 else both.astype(kv.dtype)
+  return kv.at[slot_mapping // page, :, :, slot_mapping % page].set(lines)
 
 
 def _load(kv: jax.Array, tables: jax.Array, chunks: jax.Array, pages: int, which: jax.Array) -> jax.Array:
   """Gathers keys (`which` 0) or values (1) of chunk `chunks[r]`, `pages` pages, of each row r: f32[R, K, C, H]."""
-  num_blocks, _, heads, page, head_dim = kv.shape
+  num_blocks, _, heads, page, size = kv.shape
   columns = (chunks * pages)[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
   blocks = jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), axis=1, mode="clip")
   lines = blocks[:, None, :] * (2 * heads) + (which * heads + jnp.arange(heads, dtype=jnp.int32))[None, :, None]
-  # As [P * 2 * K, page * H] the gather copies long rows. The barrier prevents fusion into the mask that follows, which
-  # would compute an index for every element.
-  by_head = kv.reshape(num_blocks * 2 * heads, page * head_dim)
+  # As [P * 2 * K, page * size] the gather copies long rows. The barrier prevents fusion into the mask that follows,
+  # which would compute an index for every element.
+  by_head = kv.reshape(num_blocks * 2 * heads, page * size)
   loaded = lax.optimization_barrier(by_head.at[lines.reshape(-1)].get(mode="clip"))
-  return loaded.reshape(tables.shape[0], heads, pages * page, head_dim).astype(jnp.float32)
+  loaded = loaded.reshape(tables.shape[0], heads, pages * page, size)
+  return dequantize(loaded) if kv.dtype == jnp.int8 else loaded.astype(jnp.float32)
 
 
 def _start(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -211,7 +211,8 @@ def _model_text(fact: ModelFact) -> str:
 
 
 def _kv_text(fact: KVFact) -> str:
-  size = f" in {_bytes(fact.num_bytes)}" if fact.num_bytes else ""
+  dtype = f" of {fact.dtype}" if fact.dtype else ""
+  size = f" in {_bytes(fact.num_bytes)}{dtype}" if fact.num_bytes else ""
   full = fact.num_full_sequences
   text = (
     f"{fact.num_blocks:,} blocks of {fact.block_size} = {fact.num_blocks * fact.block_size:,} tokens{size}; "

@@ -74,6 +74,7 @@ def make_runner(
   config: ModelConfig = TINY,
   *,
   dtype: jnp.dtype = jnp.float32,
+  kv_dtype: jnp.dtype | None = None,
   num_blocks: int = 64,
   block_size: int = 4,
   token_budgets: tuple[int, ...] = (8, 32),
@@ -97,7 +98,7 @@ def make_runner(
   )
   if attention == "auto":  # as an engine takes it: the C++ kernel, which also compiles in half the time
     attention, _ = api.choose_attention(
-      api.candidates("auto", "cpu"), lambda name: api.check_supported(name, geometry, dtype)
+      api.candidates("auto", "cpu"), lambda name: api.check_supported(name, geometry, dtype, kv_dtype)
     )
   spec = ProgramSpec(
     mesh=mesh,
@@ -105,7 +106,8 @@ def make_runner(
     graphdef=graphdef,
     params_tree=tree,
     params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
-    kv=kv_cache.abstract(mesh, config, num_blocks, block_size, dtype, attention),
+    dtype=jnp.dtype(dtype),
+    kv=kv_cache.abstract(mesh, config, num_blocks, block_size, jnp.dtype(kv_dtype or dtype), attention),
     block_size=block_size,
     table_width=-(-max_model_len // block_size),
     num_slots=max_num_seqs,

@@ -16,6 +16,7 @@ import pytest
 
 from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
+from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Plan
 
 _POOL = 140  # blocks of a batch that shares an executable with others
@@ -39,8 +40,14 @@ def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: ArgSpec) ->
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-  """The numbers that `dtype` keeps, in f32: the oracle gets what the kernel gets."""
-  return array.astype(jnp.dtype(dtype)).astype(np.float32)
+  """The numbers that `dtype` keeps, in f32: the oracle gets what the kernel gets. int8 scales the last axis."""
+  if dtype != "int8":
+    return array.astype(jnp.dtype(dtype)).astype(np.float32)
+  array = array.astype(np.float32)
+  peak = np.abs(array).max(-1, keepdims=True) / np.float32(127)
+  near = peak.astype(jnp.bfloat16)
+  scale = np.where(near < peak, np.nextafter(near, np.array(np.inf, jnp.bfloat16)), near).astype(np.float32)
+  return np.rint(array * (np.float32(1) / np.where(scale, scale, np.float32(1)))) * scale
 
 
 def oracle(spec: ArgSpec, arguments: Arguments) -> np.ndarray:
@@ -49,8 +56,8 @@ def oracle(spec: ArgSpec, arguments: Arguments) -> np.ndarray:
   for row, (keys, values) in enumerate(zip(arguments.keys, arguments.values, strict=True)):
     begin, end = arguments.query_starts[row : row + 2]
     if begin < end:
-      three = (rounded(x, spec.dtype) for x in (arguments.q[begin:end], keys, values))
-      out[begin:end] = dense(*three, spec)
+      keys, values = (rounded(rounded(x, spec.dtype), spec.stored_dtype) for x in (keys, values))
+      out[begin:end] = dense(rounded(arguments.q[begin:end], spec.dtype), keys, values, spec)
   return out
 
 
@@ -62,11 +69,17 @@ def jitted(function: Callable) -> Callable:
   return function if hasattr(function, "lower") else _jitted(function)
 
 
+def empty_buffer(implementation: ModuleType, spec: ArgSpec, num_blocks: int) -> np.ndarray:
+  """A buffer of NaN; one of int8 has NaN for every scale."""
+  dtype = jnp.dtype(spec.stored_dtype)
+  shape = implementation.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, stored_size(spec.head_dim, dtype))
+  return np.full(shape, -1 if dtype == jnp.int8 else np.nan, dtype)
+
+
 def filled(implementation: ModuleType, spec: ArgSpec, arguments: Arguments) -> jax.Array:
   """A buffer of NaN with every row's keys and values written, by write_kv, in one call."""
-  shape = implementation.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+  kv = put(empty_buffer(implementation, spec, arguments.num_blocks))
   dtype = jnp.dtype(spec.dtype)
-  kv = put(np.full(shape, np.nan, dtype))
   if not spec.rows:
     return kv
   slots = np.concatenate([arguments.slots(row, spec.block_size) for row in range(len(spec.rows))])
@@ -175,6 +188,7 @@ class Conformance:
   Attributes:
     implementation: the module.
     dtype: of all but the first test, whose specs have their own.
+    kv_dtype: of the buffer, in all tests; "": as queries.
     atol: how far a result may be off besides its own rounding. As it is here: sums of at most some thousand terms of
       order 1 whose weights sum to 1, all in f32, each rounded to 6e-8.
     num_random: number of random batches.
@@ -183,6 +197,7 @@ class Conformance:
 
   implementation: ModuleType
   dtype: str = "float32"
+  kv_dtype: str = ""
   atol: float = 1e-5
   num_random: int = 10
   chunks: tuple[int, ...] = (16, 1, 37, 64, 31, 1)
@@ -190,6 +205,7 @@ class Conformance:
   @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
     spec = with_spare_blocks(spec) if spec.name in WITH_SPARE_BLOCKS else spec
+    spec = dataclasses.replace(spec, kv_dtype=self.kv_dtype)
     check(self.implementation, spec, program(self.implementation, spec), self.atol)
 
   def test_random_batches_in_one_executable(self) -> None:
@@ -200,7 +216,7 @@ class Conformance:
         queries = int(rng.choice([0, 1, 1, 1, min(budget, 2), rng.integers(1, budget + 1)]))
         rows.append((queries, int(rng.integers(queries, 193)) if queries else 0))
         budget -= queries
-      spec = with_spare_blocks(ArgSpec("random", tuple(rows), 48, 10, dtype=self.dtype))
+      spec = with_spare_blocks(ArgSpec("random", tuple(rows), 48, 10, dtype=self.dtype, kv_dtype=self.kv_dtype))
       arguments = arg_specs.make_arguments(spec, seed)
       out = run(self.implementation, spec, *operands(self.implementation, spec, arguments))
       np.testing.assert_allclose(out, oracle(spec, arguments), rtol=relative(self.dtype), atol=self.atol)
@@ -217,7 +233,7 @@ class Conformance:
     ]
     for number, (before, after) in enumerate(companies):
       rows = (*before, subject, *after)
-      spec = with_spare_blocks(ArgSpec("neighbors", rows, 64, 8, dtype=self.dtype))
+      spec = with_spare_blocks(ArgSpec("neighbors", rows, 64, 8, dtype=self.dtype, kv_dtype=self.kv_dtype))
       arguments = arg_specs.make_arguments(spec, number)
       at = len(before)
       begin, end = arguments.query_starts[at : at + 2]
@@ -235,7 +251,7 @@ class Conformance:
 
   def test_chunks_of_any_size_give_the_whole(self) -> None:
     """A prompt in chunks (the last of one token) equals the prompt at once."""
-    length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2, dtype=self.dtype)
+    length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2, dtype=self.dtype, kv_dtype=self.kv_dtype)
     arguments = arg_specs.make_arguments(spec)
     inputs = operands(self.implementation, spec, arguments)
     whole, parts, done = run(self.implementation, spec, *inputs)[:length], [], 0
@@ -252,7 +268,7 @@ class Conformance:
     np.testing.assert_allclose(np.concatenate(parts), whole, **close)
 
   def test_write_keeps_the_rest_and_padding_touches_block_0_only(self) -> None:
-    spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4, dtype=self.dtype)
+    spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4, dtype=self.dtype, kv_dtype=self.kv_dtype)
     arguments = arg_specs.make_arguments(spec)
     before = filled(self.implementation, spec, arguments)
     k, v = (put(np.full((6, spec.num_kv_heads, spec.head_dim), x, jnp.dtype(self.dtype))) for x in (1, 2))
@@ -263,7 +279,8 @@ class Conformance:
 
   def test_write_is_in_place_when_donated(self) -> None:
     """The compiled program aliases the pool, holds no second one, and hands back the same memory."""
-    kv = jnp.zeros(self.implementation.kv_shape(256, 16, 2, 64), self.dtype)
+    spec = ArgSpec("pool", (), 8, 8, dtype=self.dtype, kv_dtype=self.kv_dtype)
+    kv = jnp.array(empty_buffer(self.implementation, spec, 256))
     k, slots = jnp.ones((8, 2, 64), self.dtype), jnp.arange(16, 24, dtype=jnp.int32)
     program = jax.jit(self.implementation.write_kv, donate_argnums=0).lower(kv, k, k, slots).compile()
     memory = program.memory_analysis()

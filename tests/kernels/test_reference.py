@@ -1,9 +1,14 @@
 """The plain jnp implementation: the conformance suite, what holds for it alone, and bugs that the suite must catch."""
 
+import contextlib
+import dataclasses
+import functools
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import arg_specs, reference
+from pallas_kernels.paged_attention import api, arg_specs, int8_kv, reference
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tests.kernels import conformance
 
@@ -17,6 +22,12 @@ def quick(request: pytest.FixtureRequest) -> None:
 
 class TestReference(conformance.Conformance):
   implementation = reference
+
+
+class TestInt8KV(conformance.Conformance):
+  implementation = reference
+  kv_dtype = "int8"
+  num_random = 3
 
 
 def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
@@ -33,12 +44,20 @@ def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
   assert large <= small + 8 * row_of_table
 
 
+@pytest.mark.parametrize("name", ["gpu", "tpu"])
+def test_kernels_without_int8_kv_refuse_it(name: str) -> None:
+  geometry = ArgSpec("refused", (), 8, 8).geometry
+  with pytest.raises(NotImplementedError, match=rf"kv_dtype=int8: paged attention \({name}\) has no"):
+    api.check_supported(name, geometry, "bfloat16", "int8")
+
+
 _SEEDED = ArgSpec("bugs", ((1, 70), (1, 200), (20, 90)), 24, 3)
 
 
-def _check_seeded() -> None:
+def _check_seeded(kv_dtype: str = "") -> None:
   """With every query a tile of its own, which compiles in half the time: what the bugs are in serves both forms."""
-  conformance.check(reference, _SEEDED, conformance.attend(reference, _SEEDED, invariant=True))
+  spec = dataclasses.replace(_SEEDED, kv_dtype=kv_dtype)
+  conformance.check(reference, spec, conformance.attend(reference, spec, invariant=True))
 
 
 def _off_by_one(*args, original, seen=None, **masks):
@@ -104,6 +123,47 @@ def test_seeded_bug_is_caught(name: str, bug, monkeypatch: pytest.MonkeyPatch) -
   monkeypatch.setattr(reference, name, lambda *args, **named: bug(*args, original=original, **named))
   with pytest.raises(AssertionError):
     _check_seeded()
+
+
+def _scale_of_another_head(lines):
+  return int8_kv.dequantize(lines.at[..., -int8_kv.SCALE_BYTES :].set(jnp.roll(lines, 1, axis=1)[..., -2:]))
+
+
+def _scale_of_an_earlier_token(kv, k, v, slots, *, write_kv):
+  """Keeps the scales that are in the slots."""
+  after = write_kv(write_kv(kv, 2 * k, 2 * v, slots), k, v, slots)
+  return after.at[..., -2:].set(write_kv(kv, 2 * k, 2 * v, slots)[..., -2:])
+
+
+@pytest.mark.parametrize("bug", ["", "scale of another head", "scale of an earlier token"])
+def test_bugs_of_int8_scales_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  if bug == "scale of another head":
+    monkeypatch.setattr(reference, "dequantize", _scale_of_another_head)
+  if bug == "scale of an earlier token":
+    monkeypatch.setattr(
+      reference, "write_kv", functools.partial(_scale_of_an_earlier_token, write_kv=reference.write_kv)
+    )
+  with pytest.raises(AssertionError) if bug else contextlib.nullcontext():
+    _check_seeded("int8")
+
+
+def test_an_overwritten_slot_has_the_new_scale() -> None:
+  """A large key before does not spoil a small one after it."""
+  kv = jnp.zeros(api.kv_shape(2, 4, 1, 8, dtype=jnp.int8), jnp.int8)
+  small, slots = jnp.full((1, 1, 8), 1e-3), jnp.array([5])
+  for x in (1e3 * jnp.ones_like(small), small):
+    kv = reference.write_kv(kv, x, -x, slots)
+  found = int8_kv.dequantize(kv)[1, :, 0, 1]
+  np.testing.assert_allclose(found, [small[0, 0], -small[0, 0]], rtol=0.01)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_stays_so(bad: float) -> None:
+  """So the row ends with NUMERICAL_ERROR, as with float KV."""
+  x = np.ones((3, 16), np.float32)
+  x[1, 7] = bad
+  found = np.asarray(int8_kv.dequantize(int8_kv.quantize(jnp.asarray(x))))
+  assert np.isnan(found[1]).all() and np.array_equal(found[[0, 2]], conformance.rounded(x[[0, 2]], "int8"))
 
 
 def test_without_a_bug_the_same_check_passes() -> None:

@@ -64,14 +64,15 @@ class ModelWork:
   kv_bytes: int
 
   @classmethod
-  def of(cls, folder: str, model: Any, dtype: Any, quantization: str = "none") -> "ModelWork":
-    """Args: folder, model: its config.json, as folder and as ModelConfig. dtype: of weights not quantized, and KV."""
+  def of(cls, folder: str, model: Any, dtype: Any, quantization: str = "none", kv_dtype: Any = None) -> "ModelWork":
+    """Args: folder, model: its config.json, as folder and as ModelConfig. dtype: of weights not quantized. kv_dtype: of
+    the KV pool; None: dtype."""
     from engine.device import kv_cache
 
     flops = Flops.of_model(folder)
     # A matrix of n weights does n multiply-adds a token, which are 2 n operations.
     weight_bytes = int(flops.token + flops.row) // 2 * (1 if quantization == "int8" else dtype.itemsize)
-    return cls(flops, weight_bytes, kv_cache.bytes_per_block(model, 1, dtype))
+    return cls(flops, weight_bytes, kv_cache.bytes_per_block(model, 1, kv_dtype or dtype))
 
   def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
     """Returns bytes and operations of a step whose rows cover positions [start, start + count)."""
@@ -215,11 +216,11 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
     source = Bundle(args.executable_bundle, options.batching, args.write_executable_bundle)
   run = OfflineRun(options, source=source)
   built = run.built
-  dtype = built.runner.kv[0].dtype
+  dtype, kv_dtype = built.runner.spec.dtype, built.runner.kv[0].dtype
   devices = len(built.runner.kv[0].devices())
   watch = CeilingWatch(dtype, args.seconds, devices)
   compiles = built.runner.compiles_after_ready  # devices of the ceilings
-  work = ModelWork.of(options.model_dir, built.model, dtype, built.quantization)
+  work = ModelWork.of(options.model_dir, built.model, dtype, built.quantization, kv_dtype)
   max_len = built.config.max_model_len
   found: dict[str, Any] = {}
   about = {
@@ -228,6 +229,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
     "random_weights": options.random_weights,
     "overlap": built.config.overlap,
     "dtype": str(dtype),
+    "kv_dtype": str(kv_dtype),
     "attention": built.attention,
     "matmul": built.matmul,
     "quantization": built.quantization,

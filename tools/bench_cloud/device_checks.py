@@ -91,7 +91,8 @@ def check_answers(tiny: bool) -> dict[str, Any]:
   wrong = [f"{skill}: {found} of {count} right" for skill, found in right.items() if found < _LEAST_RIGHT * count]
   return {
     "attention": run.built.attention,
-    "dtype": str(run.built.runner.kv[0].dtype),
+    "dtype": str(run.built.runner.spec.dtype),
+    "kv_dtype": str(run.built.runner.kv[0].dtype),
     "right": right,
     "of_each": count,
     "load_s": round(run.built.load_s, 2),

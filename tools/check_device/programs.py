@@ -107,6 +107,7 @@ def make_spec(
     graphdef=graphdef,
     params_tree=tree,
     params=tuple(leaves),
+    dtype=DTYPE,
     kv=kv_cache.abstract(mesh, model, case.pool_tokens // block_size, block_size, DTYPE, attention),
     block_size=block_size,
     table_width=-(-case.max_model_len // block_size),

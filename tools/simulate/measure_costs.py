@@ -273,13 +273,14 @@ def measure(args: Any) -> StepCosts:
   running, launches = points_of(recorded or watched.steps(records))
   host = fit_host(launches, [(record.num_rows, record.commit_s) for record in records if record.commit_s > 0])
   host = dataclasses.replace(host, front_s=max(0.0, front_s - host.commit_s - host.commit_row_s))
-  dtype = runner.kv[0].dtype
+  dtype, kv_dtype = runner.spec.dtype, runner.kv[0].dtype
   about = {
     "source": f"step trace {args.step_trace}" if recorded else "measured",
     "device": next(iter(built.runner.kv[0].devices())).device_kind,
     "machine": machine(),
     "model": built.model_name,
     "dtype": str(dtype),
+    "kv_dtype": str(kv_dtype),
     "attention": built.attention,
     "jax": jax.__version__,
     "commit": commit(),
@@ -293,7 +294,7 @@ def measure(args: Any) -> StepCosts:
   }
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
-  block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
+  block_bytes = kv_cache.bytes_per_block(model, config.block_size, kv_dtype, built.attention)
   costs = StepCosts(**table, by_tokens=by_tokens, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   # In the engine the host plans while the device works; if they share cores, both slow down.
   made, costs = costs, calibrated(with_launch_spread(costs, launches), running)
