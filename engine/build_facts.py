@@ -13,7 +13,7 @@ class DeviceFact:
     count: devices.
     dtype: of weights and activations.
     attention, matmul: names of the kernels.
-    quantization: the setting.
+    quantization: what the weights are: "none", a setting, or what a folder of low-precision weights holds.
     fallbacks: why a kernel is not the platform's best, a line each.
   """
 

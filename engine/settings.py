@@ -310,11 +310,20 @@ class DeviceSettings:
     common=True,
   )
   quantization: str = setting(
-    "none",
-    "Weights of linear layers and head: none: --dtype; int8: int8 with one scale an output.",
+    "auto",
+    "Weights of linear layers and head; auto: as in the checkpoint; none: --dtype. From plain weights at load: int8: "
+    "8 bits with one scale an output; w8a8: the same, and products quantize activations; int4: 4 bits with one scale a "
+    "group of inputs. With int4, a CPU's packed matmul quantizes activations, too.",
     group=_MODEL,
-    choices=("none", "int8"),
+    choices=("auto", "none", "int8", "w8a8", "int4"),
     common=True,
+  )
+  quantization_group_size: int = setting(
+    0,
+    "With --quantization=int4: inputs with one scale, a multiple of 8 that divides the inputs of each layer; 0: 32.",
+    group=_MODEL,
+    unit="inputs",
+    at_least=0,
   )
   max_model_len: int = setting(
     0,
@@ -492,6 +501,20 @@ def check_host_pool(devices: DeviceSettings, scheduling: SchedulingSettings) -> 
         f"host_kv_mb={devices.host_kv_mb} does not go with {name}={value}: {remedy}; leave out --host_kv_mb, or set "
         f"another --{name}"
       )
+
+
+def check_quantization(values: DeviceSettings) -> None:
+  """Rejects a group size that no form has. Raises ConfigError."""
+  group = values.quantization_group_size
+  if group and values.quantization != "int4":
+    raise ConfigError(
+      f"quantization_group_size={group} needs --quantization=int4, and quantization={values.quantization}; set "
+      "--quantization=int4, or leave it at 0"
+    )
+  if group % 8:
+    raise ConfigError(
+      f"quantization_group_size={group} must be a multiple of 8; set --quantization_group_size to 32, 64 or 128"
+    )
 
 
 def check_pool_and_ladder(values: DeviceSettings) -> None:

@@ -7,6 +7,7 @@ sum belong to the class's product.
 
 import dataclasses
 import math
+from typing import Any
 
 from flax import nnx
 import jax
@@ -282,19 +283,20 @@ class PackedMatrix(Matrix):
     spec, gated = self.spec, activation is not None
     lead = x.shape[: x.ndim - spec.num_inputs - gated]
     outputs = math.prod(spec.outputs)
-    product = packed_matmul.matmul(
+    product = self._multiply(
       x.reshape(*lead, math.prod(spec.inputs) * (2 if gated else 1)),
-      self.array[...],
       outputs,
       dtype=dtype,
-      scales=self._scales(),
       norm=None if norm is None else (norm_scale(norm), norm.eps),
       num_rows=num_rows,
       gated=gated,
       residual=None if residual is None else residual.reshape(*lead, outputs),
-      ordered=self.ordered,
     )
     return product.reshape(*lead, *spec.outputs)
+
+  def _multiply(self, x: jax.Array, outputs: int, **others: Any) -> jax.Array:
+    """Multiplies x [..., D] by the matrix [D, outputs]; arguments as in packed_matmul."""
+    return packed_matmul.matmul(x, self.array[...], outputs, scales=self._scales(), ordered=self.ordered, **others)
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from the transposed matrix."""
@@ -346,6 +348,56 @@ class PackedInt8Matrix(PackedMatrix):
     return self.scales[...]
 
 
+class PackedGroupedMatrix(PackedMatrix):
+  """Codes, scales and offsets in the packed layout. The kernel quantizes x by row and part of a group."""
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    own, count = form.own, check_groups(spec, form)
+    inputs, outputs = math.prod(spec.inputs), math.prod(spec.outputs)
+    try:
+      packed_matmul.check_group(inputs, count, own.bits)
+    except ValueError as error:
+      raise UnsupportedForm(f"{form.name}: {error}") from error
+    Matrix.__init__(self, spec, form)
+    self.form = own
+    is_split = spec.splits_outputs or spec.splits_inputs
+    axes = ("share" if is_split else None, None, None)
+    codes = packed_matmul.packed_codes_shape(inputs, outputs, own.bits)
+    self.array = param(codes, (*axes, None), jnp.dtype(jnp.uint8))
+    shape, dtype = packed_matmul.group_values_shape(count, outputs), jnp.dtype(own.scale_dtype)
+    self.scales = param(shape, axes, dtype)
+    self.offsets = param(shape, axes, dtype) if own.has_offsets else None
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    spec = self.spec
+    held = group_weight(weight, spec, self.form, part)
+    codes = held.codes.reshape(math.prod(spec.inputs), -1)
+    made: dict[str, Array] = {
+      "array": packed_matmul.pack_codes(codes, self.form.bits),
+      "scales": packed_matmul.pack_group_values(held.scales.reshape(held.scales.shape[0], -1)),
+    }
+    if held.offsets is not None:
+      made["offsets"] = packed_matmul.pack_group_values(held.offsets.reshape(held.offsets.shape[0], -1))
+    return made
+
+  def _multiply(self, x, outputs, **others):
+    offsets = None if self.offsets is None else self.offsets[...]
+    return packed_matmul.grouped_matmul(
+      x, self.array[...], self.scales[...], outputs, bits=self.form.bits, offsets=offsets, **others
+    )
+
+  def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
+    """Like `arrange`, from an array [V, D], or from a GroupedWeight with codes [D, V]."""
+    return self.arrange(table if isinstance(table, GroupedWeight) else table.T, None if part is None else part[::-1])
+
+  def lines(self, indices: jax.Array) -> jax.Array:
+    (inputs,), offsets = self.spec.inputs, None if self.offsets is None else self.offsets[...]
+    found = packed_matmul.look_up_columns(
+      self.array[...], self.scales[...], indices, inputs, bits=self.form.bits, offsets=offsets
+    )
+    return found.astype(self.spec.dtype)
+
+
 class Table(PlainMatrix):
   """An embedding in the checkpoint's layout, [V, D], for lookups and, if tied, for x [..., D] times [D, V]."""
 
@@ -378,7 +430,7 @@ _MATRICES: dict[tuple[bool, str], type[Matrix]] = {
   (False, "grouped"): GroupedMatrix,
   (True, "plain"): PackedMatrix,
   (True, "int8"): PackedInt8Matrix,
-  (True, "grouped"): GroupedMatrix,
+  (True, "grouped"): PackedGroupedMatrix,
 }
 # A matrix whose lines can be looked up.
 TableMatrix = Table | PackedMatrix | GroupedMatrix
@@ -387,7 +439,7 @@ _TIED: dict[tuple[bool, str], type[TableMatrix]] = {
   (False, "plain"): Table,
   (True, "plain"): PackedMatrix,
   (False, "grouped"): GroupedMatrix,
-  (True, "grouped"): GroupedMatrix,
+  (True, "grouped"): PackedGroupedMatrix,
 }
 
 

@@ -22,6 +22,7 @@ from engine.settings import (
   check_draft_model,
   check_host_pool,
   check_pool_and_ladder,
+  check_quantization,
   check_settings,
   check_speculation,
   declared_settings,
@@ -239,6 +240,7 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   for cls in DECLARATIONS:
     check_settings(read_settings(cls))
   check_pool_and_ladder(read_settings(DeviceSettings))
+  check_quantization(read_settings(DeviceSettings))
   check_speculation(read_settings(SchedulingSettings))
   find_policy_class(flags.FLAGS.policy)
   _check_adapters(read_settings(ProgramSettings))

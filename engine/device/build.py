@@ -27,7 +27,13 @@ from engine.device.draft_folder import DraftFolder, open_draft
 from engine.device.draft_model import DraftModel
 from engine.device.draft_programs import draft_programs
 from engine.device.host_blocks import device_bytes
-from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matmul, fit_to_attention
+from engine.device.kernel_choice import (
+  attention_candidates,
+  choose_attention,
+  choose_matmul,
+  choose_matrix_form,
+  fit_to_attention,
+)
 from engine.device.memory_check import check_fits, host_free_bytes, size_host_pool, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
@@ -43,7 +49,7 @@ from engine.shapes import LadderChoice, ShapeLadder, StepShape
 from models.config import ModelConfig
 from models.registry import architecture_of
 from models.split import ModelSplit
-from models.weight_form import INT8, PLAIN_MATRIX, WeightForm
+from models.weight_form import WeightForm
 from pallas_kernels import native
 
 # The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
@@ -94,7 +100,7 @@ class Built:
     runner: the runner (of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
     matmul: "xla" or "packed".
-    quantization: the setting.
+    quantization: what the weights are: "none", the setting, or what a folder of low-precision weights holds.
     fallbacks: why attention or matmul is not the platform's best, a line each.
     lowered: why the default max_model_len is below the model's own, and the flags that change it; else "".
     warnings: warnings about the model folder, a line each.
@@ -134,6 +140,7 @@ class EngineSide:
   loaded: LoadedModel
   attention: str
   matmul: str
+  quantization: str
   fallbacks: tuple[str, ...]
   load_s: float
   warmup_s: float
@@ -208,7 +215,7 @@ def finish_build(
     runner=side.runner,
     attention=side.attention,
     matmul=side.matmul,
-    quantization=options.quantization,
+    quantization=side.quantization,
     fallbacks=tuple(reason for reason in (*side.fallbacks, cache_reason, source_note) if reason),
     ladder=side.ladder,
     model=side.loaded.config,
@@ -265,13 +272,17 @@ def build_side(
   kv_dtype = dtype if options.kv_dtype == "auto" else jnp.dtype(options.kv_dtype)
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
-  matrix = INT8 if options.quantization == "int8" else PLAIN_MATRIX
+  matrix, slowness = choose_matrix_form(options, matmul, device.platform)
   form = WeightForm(matmul == "packed", matrix, ordered=options.deterministic, flat=device.platform == "tpu")
-  if matrix == INT8 and not form.packed and device.platform == "cpu":
-    why = matmul_reason or "matmul=xla"
-    matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"
-
+  if slowness:
+    matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slowness}"
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
+  if checkpoint.label and options.quantization != "auto":
+    raise ConfigError(
+      f"quantization={options.quantization}: {options.model_dir:.200} holds {checkpoint.label} weights already; set "
+      "--quantization=auto, or --model to plain weights"
+    )
+  quantization = checkpoint.label or ("none" if options.quantization == "auto" else options.quantization)
   declared = checkpoint.declared
   model = declared.config
   if not model.has_token_head:
@@ -292,7 +303,7 @@ def build_side(
       dtype=dtype.name,
       attention=attention,
       matmul=matmul,
-      quantization=options.quantization,
+      quantization=quantization,
       fallbacks=fallbacks,
     )
   )
@@ -491,7 +502,18 @@ def build_side(
   trial = deterministic.try_determinism(runner, config, ladder) if options.deterministic else {}
   warmup_s = time.perf_counter() - started - load_s
   return EngineSide(
-    Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, warmup_s, trial, lowered, choice
+    scheduler=Scheduler(config),
+    runner=runner,
+    loaded=loaded,
+    attention=attention,
+    matmul=matmul,
+    quantization=quantization,
+    fallbacks=fallbacks,
+    load_s=load_s,
+    warmup_s=warmup_s,
+    trial=trial,
+    lowered=lowered,
+    ladder=choice,
   )
 
 

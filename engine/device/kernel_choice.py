@@ -12,9 +12,12 @@ from engine.device.programs import ProgramSpec
 from engine.errors import ConfigError
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
+from models.weight_form import INT8, PLAIN_MATRIX, MatrixForm
 from pallas_kernels.packed_matmul import api as packed_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
+
+_INT4_GROUP = 32  # inputs that share a scale, as in GGUF's Q4_0
 
 
 def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], str]:
@@ -95,6 +98,23 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
   if requested == "packed":
     raise ConfigError(f"{reason}; set --matmul=xla")
   return "xla", reason if expected else ""
+
+
+def choose_matrix_form(options: BuildOptions, matmul: str, platform: str) -> tuple[MatrixForm, str]:
+  """Returns the form in which the loader stores matrices of plain weights, and why it is slow (or "").
+
+  Raises:
+    ConfigError: the device cannot multiply by it.
+  """
+  form = {
+    "int8": INT8,
+    "w8a8": MatrixForm("grouped", 8, scale_dtype="float32"),
+    "int4": MatrixForm("grouped", 4, options.quantization_group_size or _INT4_GROUP, scale_dtype="float16"),
+  }.get(options.quantization, PLAIN_MATRIX)
+  reason = ""
+  if platform == "cpu" and matmul != "packed" and form != PLAIN_MATRIX:
+    reason = f"every step converts {options.quantization} weights, which saves memory but no time"
+  return form, reason
 
 
 def fit_to_attention(

@@ -60,7 +60,8 @@ def check_fits(
     raise ConfigError(
       f"{name} needs {_mib(weights)} for weights, {_mib(kv)} for KV ({kv_for}) and at least {_mib(step)} for a step "
       f"({step_for}) {where}, and {_mib(free)} are free: {_mib(missing)} are missing; use more devices "
-      "(--num_devices), a smaller --dtype, --max_model_len or --token_budgets, --quantization=int8, or a smaller model"
+      "(--num_devices), a smaller --dtype, --max_model_len or --token_budgets, --quantization=int8 or int4, or a "
+      "smaller model"
     )
   return (free - weights - step) * mesh.size
 

@@ -11,6 +11,7 @@ from engine.settings import (
   check_draft_model,
   check_host_pool,
   check_pool_and_ladder,
+  check_quantization,
   check_settings,
   check_speculation,
 )
@@ -45,6 +46,7 @@ class BuildOptions(DeviceSettings, SchedulingSettings):
     if self.attention not in names:
       raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(names)}; set --attention")
     check_pool_and_ladder(self)
+    check_quantization(self)
     check_host_pool(self, self)
 
   def choose_ladder(self, platform: str, leaves_out_padding: bool, one_size: bool) -> LadderChoice:

@@ -168,7 +168,8 @@ def open_checkpoint(
     graphdef, state = abstract(split.share, dtype, form)
     arrange = arranger(nnx.merge(*((graphdef, state) if by_share else abstract(split.padded, dtype, form))))
   except UnsupportedForm as error:
-    raise ConfigError(f"{folder}: {error}; set another --quantization or --quantization_group_size") from error
+    remedy = "--quantization_group_size or another --quantization" if source is None else "--matmul=xla"
+    raise ConfigError(f"{folder}: {error}; set {remedy}") from error
   kept = _declared(mesh, state)
   given = frozenset() if source is None else source.reads
   on_host = form.is_made_on_host

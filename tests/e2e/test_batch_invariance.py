@@ -59,7 +59,9 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
     pytest.param("llama3", "float32", "none", marks=pytest.mark.long),
     ("qwen3", "float32", "none"),
     ("mistral", "bfloat16", "none"),
-    ("llama3", "float32", "int8"),
+    pytest.param("llama3", "float32", "int8", marks=pytest.mark.long),
+    ("llama3", "float32", "w8a8"),
+    ("gemma2", "bfloat16", "int4"),
   ],
 )
 def test_same_bits(case: str, dtype: str, quantization: str, tmp_path) -> None:
@@ -68,6 +70,8 @@ def test_same_bits(case: str, dtype: str, quantization: str, tmp_path) -> None:
   folder = tmp_path / case
   write_model(folder, CASES[case][0] | {"num_hidden_layers": 2}, seed=1)
   held = {"dtype": dtype, "quantization": quantization, "deterministic": True}
+  if quantization == "int4":
+    held["quantization_group_size"] = 16  # divides the inputs of each layer
   alone = served(str(folder), 0, **held, token_budgets=(2, 128), max_num_seqs=2, prefill_chunk=128)
   crowd = served(
     str(folder), 12, **held, token_budgets=(8, 32), max_num_seqs=8, prefill_chunk=7, num_blocks=24, block_size=16

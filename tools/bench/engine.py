@@ -71,7 +71,8 @@ class ModelWork:
 
     flops = Flops.of_model(folder)
     # A matrix of n weights does n multiply-adds a token, which are 2 n operations.
-    weight_bytes = int(flops.token + flops.row) // 2 * (1 if quantization == "int8" else dtype.itemsize)
+    size = {"int8": 1, "w8a8": 1, "int4": 0.5 + 2 / 32}.get(quantization, dtype.itemsize)
+    weight_bytes = int(int(flops.token + flops.row) // 2 * size)
     return cls(flops, weight_bytes, kv_cache.bytes_per_block(model, 1, kv_dtype or dtype))
 
   def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
