@@ -14,7 +14,7 @@ import jax
 
 from engine.device import orbax_folder
 from engine.device.mesh import make_mesh
-from engine.device.weights import open_checkpoint, parameter_name
+from engine.device.weights import Checkpoint, open_checkpoint, parameter_name
 from engine.errors import ConfigError
 from server.model_source.download_watch import DownloadWatch
 from server.model_source.resolve_model import resolve_model_folder
@@ -36,10 +36,20 @@ COMPANIONS = (
 
 def lossless_dtype(source: pathlib.Path) -> tuple[str, str]:
   """Returns the dtype (bfloat16 or float32) that holds every weight exactly, and the reason for a change."""
-  found = open_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), "float32").stored_dtypes
+  found = _open_plain(source, "float32").stored_dtypes
   if found == ("bfloat16",) or found == ("float32",):
     return found[0], ""
   return "float32", f"which holds the checkpoint's {' and '.join(found)} exactly"
+
+
+def _open_plain(source: pathlib.Path, dtype: str) -> Checkpoint:
+  checkpoint = open_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), dtype)
+  if checkpoint.label:
+    raise ConfigError(
+      f"{source}: holds quantized weights ({checkpoint.label}), and a Sluice folder holds plain ones; serve the folder "
+      "as it is, or convert the plain checkpoint"
+    )
+  return checkpoint
 
 
 def convert(source: pathlib.Path, output: pathlib.Path, dtype: str, name: str | None = None) -> None:
@@ -48,8 +58,11 @@ def convert(source: pathlib.Path, output: pathlib.Path, dtype: str, name: str | 
   Args:
     dtype: dtype of the stored weights, bfloat16 or float32.
     name: the model's name; empty keeps the name it is loaded under.
+
+  Raises:
+    ConfigError: the weights are quantized, or the output exists.
   """
-  model = open_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), dtype).load()
+  model = _open_plain(source, dtype).load()
   params = {parameter_name(path): leaf for path, leaf in jax.tree.leaves_with_path(model.params)}
   companions = tuple(source / file for file in COMPANIONS if (source / file).is_file())
   orbax_folder.save_orbax_folder(output, params, name or model.name, companions)

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.device.formats.compressed_tensors import decode_e2m1, halved_powers
 
+_PART_BYTES = 200_000
 Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [B, block], scales and offsets [B, block / group]
 
 
@@ -20,15 +21,29 @@ class BlockType:
 
   Attributes:
     bits, group, has_offsets: of the GroupedWeight.
-    decode: uint8[B, bytes] -> codes, scales and offsets, exactly.
+    decode_some: uint8[B, bytes] -> codes, scales and offsets, exactly.
     scale_dtype: in which scales are kept; those of K types are products, rounded to float16.
   """
 
   bits: int
   group: int
   has_offsets: bool
-  decode: Callable[[np.ndarray], Decoded]
+  decode_some: Callable[[np.ndarray], Decoded]
   scale_dtype: str = "float16"
+
+  def decode(self, blocks: np.ndarray) -> Decoded:
+    """Like `decode_some`, a part at a time: the processor's cache holds what all its passes touch."""
+    step = max(1, _PART_BYTES // blocks.shape[1])
+    whole: list[np.ndarray | None] = [None, None, None]
+    for start in range(0, len(blocks), step):
+      for place, part in enumerate(self.decode_some(blocks[start : start + step])):
+        if part is not None:
+          if (out := whole[place]) is None:
+            out = whole[place] = np.empty((len(blocks), part.shape[1]), part.dtype)
+          out[start : start + step] = part
+    codes, scales, offsets = whole
+    assert codes is not None and scales is not None
+    return codes, scales, offsets
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
@@ -36,9 +51,29 @@ def _half(blocks: np.ndarray, start: int) -> np.ndarray:
   return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
 
 
+def _words(packed: np.ndarray) -> np.ndarray:
+  """uint8[B, S] -> uint64[B, S / 8]. Loops over words of all blocks take eight bytes at once, and are long."""
+  return np.ascontiguousarray(packed).view(np.uint64)
+
+
+def _each(byte: int) -> np.uint64:
+  """Returns a word whose bytes are all `byte`."""
+  return np.uint64(byte * 0x0101_0101_0101_0101)
+
+
+def _bits(words: np.ndarray, shift: int, mask: int) -> np.ndarray:
+  """Returns `byte >> shift & mask` of every byte; the mask has no bits that come from the next byte."""
+  return (words >> np.uint64(shift)) & _each(mask)
+
+
 def _halves(packed: np.ndarray) -> np.ndarray:
-  """uint8[..., S] -> uint8[..., 2S], all low halves before all high ones."""
-  return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+  """uint8[B, S] -> uint8[B, 2S], all low halves of bytes before all high ones."""
+  words = _words(packed)
+  halves = np.empty((words.shape[0], 2, words.shape[1]), np.uint64)
+  for place in range(words.shape[1]):
+    halves[:, 0, place] = _bits(words[:, place], 0, 15)
+    halves[:, 1, place] = _bits(words[:, place], 4, 15)
+  return halves.view(np.uint8).reshape(packed.shape[0], -1)
 
 
 def _decode_q4_0(blocks: np.ndarray) -> Decoded:
@@ -81,24 +116,32 @@ def _k_scales(blocks: np.ndarray, zero: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode_q4_k(blocks: np.ndarray) -> Decoded:
-  codes = _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
+  codes = _halves(blocks[:, 16:].reshape(-1, 32)).reshape(-1, 256)
   return codes, *_k_scales(blocks, 8)
 
 
 def _decode_q5_k(blocks: np.ndarray) -> Decoded:
-  codes = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-  fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-  codes = (codes | fifth << np.uint8(4)).reshape(-1, 256)
-  return codes + np.uint8(112), *_k_scales(blocks, 16)
+  low, fifth = _words(blocks[:, 48:]), _words(blocks[:, 16:48])
+  codes = np.empty((blocks.shape[0], 8, 4), np.uint64)
+  for group in range(8):  # of 32 codes, in four words; two groups share their bytes
+    for word in range(4):
+      code = _bits(low[:, group // 2 * 4 + word], group % 2 * 4, 15)
+      code |= _bits(fifth[:, word], group, 1) << np.uint64(4)
+      np.add(code, _each(112), out=codes[:, group, word])
+  return codes.view(np.uint8).reshape(-1, 256), *_k_scales(blocks, 16)
 
 
 def _decode_q6_k(blocks: np.ndarray) -> Decoded:
-  low = _halves(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-  shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-  high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
-  codes = (low | high << np.uint8(4)).reshape(-1, 256)
+  low, high = _words(blocks[:, :128]), _words(blocks[:, 128:192])
+  codes = np.empty((blocks.shape[0], 8, 4), np.uint64)
+  for group in range(8):  # of 32 codes, in four words; groups 0 and 2 share their low bytes, 0 to 3 their high bytes
+    half, quarter = divmod(group, 4)
+    for word in range(4):
+      code = _bits(low[:, half * 8 + quarter % 2 * 4 + word], quarter // 2 * 4, 15)
+      code |= _bits(high[:, half * 4 + word], quarter * 2, 3) << np.uint64(4)
+      np.add(code, _each(96), out=codes[:, group, word])
   factors = blocks[:, 192:208].view(np.int8).astype(np.float32)
-  return codes + np.uint8(96), _half(blocks, 208).astype(np.float32) * factors, None
+  return codes.view(np.uint8).reshape(-1, 256), _half(blocks, 208).astype(np.float32) * factors, None
 
 
 def _decode_mxfp4(blocks: np.ndarray) -> Decoded:

@@ -181,8 +181,6 @@ def open_quantized(
   if not isinstance(config, dict):
     raise CheckpointError(f"{config_file}: quantization_config={config!r:.80} must be an object; correct the file")
   method = config.get("quant_method")
-  if method is None and "bits" in config and "group_size" in config:
-    method = "gptq"  # as AutoGPTQ writes it
   if not isinstance(method, str) or method not in _READERS:
     refuse_format(config_file, f"quant_method={method!r:.80}", ", ".join(_READERS))
   reader = _READERS[method]
