@@ -1,10 +1,14 @@
 """Runs the same weights and requests through Sluice and its peers on this CPU, in one run: tokens first, then speeds.
 
-  python -m tools.peers [--shape=llama-125m] [--only=openvino,vllm] [--rounds=3] [--online]          # make peers
+  python -m tools.peers [--shape=llama-125m] [--precision=int8] [--only=openvino,vllm] [--rounds=3] [--online]
+                                                                                                       # make peers
 
 Peers: transformers' continuous batching, llama.cpp's server, vLLM's CPU build, OpenVINO GenAI; each has its own
 environment (tools/peers/setup.sh). The tool leaves out a peer without an environment, and the report says so. Random
-weights, f32, greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256).
+weights, greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256). In f32
+all tokens must be the same, but for ties. Each engine rounds int8 and int4 in its own way; then the report has the
+share of its tokens that transformers chooses in f32 after the same tokens, and how far the logits of the others lie
+below.
 Offline, all requests are there at the start. --online sends them with Poisson arrivals, at --load of Sluice's offline
 rate from the same run. All engines are loaded, compiled and warmed up first. Rounds go through all engines, each
 starting with another one, and the idle engines are stopped. Figures are medians over rounds.
@@ -23,7 +27,7 @@ from engine.errors import ConfigError, EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, commit, machine
-from tools.peers import agreement, report
+from tools.peers import agreement, face, report
 from tools.peers.process import PeerProcess
 from tools.report.latency import Outcome, summary
 from tools.workload import WorkRequest
@@ -36,6 +40,7 @@ ENVIRONMENTS = {
   "llama_cpp": ".venv-peers-llama_cpp",
   "transformers": ".venv-parity",
 }
+NUM_JUDGED = 16  # requests whose tokens the judge reads where precisions differ
 WARM_UP_LEN = 4  # output tokens of each request before the first round; online, all of them
 READY_S, SERVE_S = 600.0, 600.0
 
@@ -56,7 +61,8 @@ def start(name: str, folder: pathlib.Path, args: Any, flags: Sequence[str] = ())
   command = [
     *(str(python_of(name)), "-m", f"tools.peers.run_{name}"),
     *(f"--model={folder / 'model'}", f"--work={folder}", f"--threads={args.threads}", f"--max_len={MAX_LEN}"),
-    *(f"--max_requests={args.max_requests}", *(["--realtime"] if args.online else []), *flags),
+    *(f"--max_requests={args.max_requests}", f"--precision={args.precision}"),
+    *(*(["--realtime"] if args.online else []), *flags),
     *(flag.removeprefix(f"{name}:") for flag in args.flag if flag.startswith(f"{name}:")),
   ]
   return PeerProcess(name, command, folder / f"{name}.log", READY_S)
@@ -67,8 +73,9 @@ def prepare(folder: pathlib.Path, shape: str) -> int:
   from tools.make_random_model import read_shape, write_model
 
   raw = read_shape(shape)
-  if raw["model_type"] != "llama" or raw["rope_scaling"]:
-    raise ConfigError(f"shape={shape!r} is not a plain Llama, which the GGUF writer needs; use llama-125m or llama-15m")
+  if raw["model_type"] != "llama":
+    raise ConfigError(f"shape={shape!r} is not a Llama, which the GGUF writer needs; use llama-125m or llama3.2-1b")
+  raw["rope_scaling"] = None  # of no cost to any engine, and in GGUF a tensor of its own
   if not (folder / "model" / "config.json").exists():
     folder.mkdir(parents=True, exist_ok=True)
     print(f"writing random weights of {shape} ...", file=sys.stderr, flush=True)
@@ -92,6 +99,8 @@ def judged(
   reference = tokens.get("transformers", tokens["sluice"])
   found = {name: agreement.compare(reference, these) for name, these in tokens.items()}
   differing = sorted({identity for one in found.values() for identity in one.differing}, key=str)
+  if args.precision != "f32":
+    differing = [request.id for request in requests[:NUM_JUDGED]]
   margins: dict[str, dict[int | str, list[float]]] = {name: {} for name in tokens}
   if differing:
     try:
@@ -110,6 +119,8 @@ def judged(
         margins[name] = {line["id"]: line["margins"] for line in lines}
     finally:
       judge.close()
+  if args.precision != "f32":
+    return {name: agreement.count_choices(these.values()) for name, these in margins.items()}
   return {name: one.judged(margins[name]) for name, one in found.items()}
 
 
@@ -161,7 +172,8 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line: progress and a table on standard error, one JSON line on standard output."""
   parser = CommandParser("tools.peers", __doc__)
-  parser.add_argument("--shape", default="llama-125m", help="shape of models/shapes: llama-125m or llama-15m")
+  parser.add_argument("--shape", default="llama-125m", help="shape of models/shapes: a Llama, such as llama3.2-1b")
+  parser.add_argument("--precision", choices=face.PRECISIONS, default="f32", help="of weights; KV follows the engine")
   parser.add_argument("--only", default=",".join(ENVIRONMENTS), help="peers, separated by commas")
   parser.add_argument("--rounds", type=positive_int, default=3)
   parser.add_argument(
@@ -191,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       try:
         if args.online and name == "transformers":
           raise ConfigError("it is compared offline only")
+        if args.precision != "f32" and name == "transformers":
+          raise ConfigError("it is compared in f32 only")
         engines[name] = start(name, folder, args)
       except ConfigError as error:
         left_out[name] = " ".join(str(error).split())
@@ -198,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about, rounds, agreements = measure(engines, folder, vocab_size, args)
     result: dict[str, Any] = {
       "shape": args.shape,
+      "precision": args.precision,
       "mode": "online" if args.online else "offline",
       "workload": about,
       "engines": {

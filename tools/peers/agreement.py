@@ -5,7 +5,7 @@ A request that differs is therefore judged by itself. For each token, given its 
 is the distance of its logit from the largest in transformers' f32 forward. At most TIE, it was as good a choice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -65,3 +65,19 @@ def compare(reference: Mapping[int | str, Sequence[int]], tokens: Mapping[int | 
   differing = tuple(identity for identity, prefix in prefixes.items() if prefix < len(reference[identity]))
   total = sum(map(len, reference.values()))
   return Agreement(len(reference) - len(differing), differing, sum(prefixes.values()) / total)
+
+
+def count_choices(margins: Iterable[Sequence[float]]) -> dict[str, Any]:
+  """Returns how near an engine of lower precision is to the judge's f32.
+
+  Args: margins: of every judged request's tokens, in order.
+
+  Returns:
+    f32_choices: share of tokens that f32 chooses after the same tokens, ties included; None without a judge.
+    mean_margin: mean distance of a token's logit from the largest, in f32.
+  """
+  found = [margin for request in margins for margin in request]
+  if not found:
+    return {"f32_choices": None, "mean_margin": None}
+  chosen = sum(margin <= TIE for margin in found)
+  return {"f32_choices": round(chosen / len(found), 4), "mean_margin": round(sum(found) / len(found), 5)}

@@ -17,6 +17,8 @@ import sys
 import time
 from typing import Any
 
+PRECISIONS = ("f32", "int8", "int4")
+
 
 class Log:
   """Each request's tokens and their times, on the machine-wide monotonic clock."""
@@ -74,9 +76,10 @@ def due(waiting, start_s, realtime):
 def parser(doc):
   """Returns a parser with the flags that every adapter has."""
   made = argparse.ArgumentParser(description=doc, allow_abbrev=False)
-  made.add_argument("--model", required=True, help="a Hugging Face folder with f32 weights")
+  made.add_argument("--model", required=True, help="a Hugging Face folder with plain weights")
   made.add_argument("--work", required=True, help="folder for converted models; kept between runs")
   made.add_argument("--threads", type=int, default=2)
+  made.add_argument("--precision", choices=PRECISIONS, default="f32", help="of weights")
   made.add_argument("--max_len", type=int, default=1024, help="prompt and output together, tokens")
   made.add_argument("--max_requests", type=int, default=64, help="sequences at once")
   made.add_argument("--realtime", action="store_true", help="requests arrive at their times")

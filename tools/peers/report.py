@@ -34,6 +34,9 @@ def add_ratios(engines: Mapping[str, dict[str, Any]], *, online: bool) -> None:
 
 def verdict(agreement: Mapping[str, Any]) -> str:
   """Describes an engine's tokens in a few words."""
+  if "f32_choices" in agreement:
+    share = agreement["f32_choices"]
+    return "not judged" if share is None else f"{share:.1%} as f32, {agreement['mean_margin']:.1e} below"
   if not agreement["differing_requests"]:
     return "identical"
   count = f"{len(agreement['differing_requests'])} differ"
@@ -77,7 +80,7 @@ def keep(path: str, run: dict[str, Any]) -> None:
     return
 
   def key(of: Mapping[str, Any]) -> tuple[Any, ...]:
-    return of["shape"], of["mode"], *sorted(of["engines"])
+    return of["shape"], of.get("precision", "f32"), of["mode"], *sorted(of["engines"])
 
   file = pathlib.Path(path)
   runs = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []

@@ -1,7 +1,7 @@
 """Serves request files with llama.cpp's server, built in its own environment, over HTTP. Imports nothing of Sluice.
 
-It has its fastest settings for a CPU: f32 weights, f16 KV, flash attention, one KV buffer for all slots. Clients are
-waiting threads; an answer comes whole offline, and token by token in real time.
+It has its fastest settings for a CPU: f16 KV, flash attention, one KV buffer for all slots. Weights are f32, or one of
+llama-quantize's types. Clients are waiting threads; an answer comes whole offline, and token by token in real time.
 """
 
 import http.client
@@ -17,6 +17,21 @@ import time
 from tools.peers import face, write_gguf
 
 READY_S = 120.0
+TYPES = {"f32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
+
+
+def convert(model, folder, kind):
+  """Writes the model as GGUF with weights of llama-quantize's type `kind`, once; returns the file."""
+  target = pathlib.Path(folder) / f"model_{kind}.gguf"
+  if not target.exists():
+    part = f"{target}.part"
+    if kind == "F32":
+      write_gguf.write(model, part)
+    else:
+      program = pathlib.Path(sys.prefix) / "llama.cpp" / "llama-quantize"
+      subprocess.run([str(program), str(convert(model, folder, "F32")), part, kind], check=True, stdout=sys.stderr)
+    os.replace(part, target)
+  return target
 
 
 def start_server(args, gguf):
@@ -77,16 +92,14 @@ def main():
   parser = face.parser(__doc__)
   parser.add_argument("--context", type=int, default=24_576, help="tokens in the shared KV buffer")
   parser.add_argument("--kv", choices=("f16", "f32"), default="f16", help="type of the KV cache")
+  parser.add_argument("--type", help="type of the weights for llama-quantize, such as Q4_K_M; default: by --precision")
   parser.add_argument("--ubatch", type=int, default=512, help="tokens a step")
   args = parser.parse_args()
+  kind = args.type or TYPES[args.precision]
   servers = []
 
   def begin():
-    gguf = pathlib.Path(args.work) / "model.gguf"
-    if not gguf.exists():
-      write_gguf.write(args.model, f"{gguf}.part")
-      os.replace(f"{gguf}.part", gguf)
-    process, port = start_server(args, gguf)
+    process, port = start_server(args, convert(args.model, args.work, kind))
     servers.append(process)
 
     def one(request, log, at, realtime, failures):
@@ -112,7 +125,7 @@ def main():
       if failures:
         raise SystemExit(failures[0])
 
-    about = {"threads": args.threads, "context": args.context, "ubatch": args.ubatch, "weights": "f32", "kv": args.kv}
+    about = {"threads": args.threads, "context": args.context, "ubatch": args.ubatch, "weights": kind, "kv": args.kv}
     return face.Peer(about | {"flash_attention": True, "kv_unified": True}, run)
 
   try:

@@ -6,13 +6,23 @@ import time
 from tools.peers import face
 
 
-def convert(model, folder):
-  """Converts the model to OpenVINO's format, f32, once; returns its folder."""
-  target = pathlib.Path(folder) / "openvino"
-  if not (target / ".done").exists():
-    from optimum.intel import OVModelForCausalLM  # pyright: ignore[reportMissingImports]
+def convert(model, folder, precision, group_size):
+  """Converts the model to OpenVINO's format in one precision, once; returns its folder.
 
-    made = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
+  int8 is OpenVINO's default, a scale and zero point an output; int4 has them by group, and int8 in embedding and head.
+  """
+  target = pathlib.Path(folder) / (f"openvino_{precision}" + (f"_{group_size}" if precision == "int4" else ""))
+  if not (target / ".done").exists():
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig  # pyright: ignore[reportMissingImports]
+
+    bits = {"int8": {"bits": 8}, "int4": {"bits": 4, "group_size": group_size, "ratio": 1.0}}.get(precision)
+    made = OVModelForCausalLM.from_pretrained(
+      model,
+      export=True,
+      compile=False,
+      load_in_8bit=False,
+      quantization_config=None if bits is None else OVWeightQuantizationConfig(**bits),
+    )
     made.save_pretrained(target)
     (target / ".done").touch()
   return target
@@ -22,21 +32,23 @@ def main():
   """See face."""
   parser = face.parser(__doc__)
   parser.add_argument("--kv_gb", type=int, default=1)
-  parser.add_argument("--kv", choices=("f32", "f16", "u8"), default="f32", help="precision of the KV cache")
+  parser.add_argument("--kv", choices=("f32", "f16", "u8"), help="precision of the KV cache; f32, or u8 below f32")
+  parser.add_argument("--group_size", type=int, default=128, help="inputs that share a scale in int4")
   args = parser.parse_args()
+  kv = args.kv or ("f32" if args.precision == "f32" else "u8")
 
   def begin():
     import openvino  # pyright: ignore[reportMissingImports]
     import openvino_genai  # pyright: ignore[reportMissingImports]
 
-    folder = convert(args.model, args.work)
+    folder = convert(args.model, args.work, args.precision, args.group_size)
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = args.kv_gb
     scheduler.max_num_seqs = args.max_requests
     scheduler.enable_prefix_caching = False
     properties = {
       "INFERENCE_PRECISION_HINT": "f32",
-      "KV_CACHE_PRECISION": args.kv,
+      "KV_CACHE_PRECISION": kv,
       "INFERENCE_NUM_THREADS": args.threads,
     }
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
@@ -70,7 +82,8 @@ def main():
             if missing[identity] <= 0:
               del missing[identity]
 
-    return face.Peer({"threads": args.threads, "kv_gb": args.kv_gb, "weights": "f32", "kv": args.kv}, run)
+    weights = args.precision + (f", groups of {args.group_size}" if args.precision == "int4" else "")
+    return face.Peer({"threads": args.threads, "kv_gb": args.kv_gb, "weights": weights, "kv": kv}, run)
 
   face.serve(begin)
 

