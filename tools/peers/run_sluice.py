@@ -53,8 +53,13 @@ def main() -> None:
         log.take(outcome.id, **times)
 
     config = engine.built.config
-    about = {"token_budgets": list(TOKEN_BUDGETS), "prefill_chunk": config.prefill_chunk, "overlap": config.overlap}
-    return face.Peer(about | {"threads": "every core", "weights": quantization, "kv": kv_dtype.replace("auto", "f32")}, run)
+    about: dict[str, Any] = {
+      "token_budgets": list(TOKEN_BUDGETS),
+      "prefill_chunk": config.prefill_chunk,
+      "overlap": config.overlap,
+    }
+    about |= {"threads": "every core", "weights": quantization, "kv": kv_dtype.replace("auto", "f32")}
+    return face.Peer(about, run)
 
   face.serve(begin)
 
