@@ -110,14 +110,21 @@ def quantize_by_group(weight: np.ndarray, num_inputs: int, bits: int, group: int
   inputs = math.prod(exact.shape[:num_inputs])
   assert inputs % group == 0, (inputs, group)
   grouped = exact.reshape(inputs // group, group, *outputs)
+  scales = choose_scales(grouped, bits).astype(np.float16 if bits == 4 else np.float32)
+  return GroupedWeight(round_to_scales(grouped, scales, bits).reshape(exact.shape), scales, bits, num_inputs)
+
+
+def choose_scales(grouped: np.ndarray, bits: int) -> np.ndarray:
+  """Returns the scales of `quantize_by_group`, f32[G, *outputs], for weights f32[G, group, *outputs]; some negative."""
   low, high = grouped.min(axis=1), grouped.max(axis=1)
-  extreme = np.where(-low >= high, low, high)
-  zero = 1 << (bits - 1)
-  scales = (extreme / -zero).astype(np.float16 if bits == 4 else np.float32)
-  used = scales.astype(np.float32)
-  steps = np.divide(grouped, used[:, None], out=np.zeros_like(grouped), where=used[:, None] != 0)
-  codes = np.clip(np.rint(steps) + zero, 0, 2 * zero - 1).astype(np.uint8)
-  return GroupedWeight(codes.reshape(exact.shape), scales, bits, num_inputs)
+  return np.where(-low >= high, low, high) / np.float32(-(1 << (bits - 1)))
+
+
+def round_to_scales(grouped: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+  """Returns the nearest codes uint8[G, group, *outputs] of weights f32, for scales [G, *outputs] of a float dtype."""
+  zero, used = 1 << (bits - 1), scales.astype(np.float32)[:, None]
+  steps = np.divide(grouped, used, out=np.zeros_like(grouped), where=used != 0)
+  return np.clip(np.rint(steps) + zero, 0, 2 * zero - 1).astype(np.uint8)
 
 
 def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: int) -> GroupedWeight:
