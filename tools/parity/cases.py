@@ -4,11 +4,14 @@ Every shape is asymmetric on purpose (groups of three, head size unlike the widt
 """
 
 import pathlib
+import tempfile
 from typing import Any
 
 import numpy as np
 
 from tools.make_random_model import write_model
+from tools.quantize.__main__ import quantize_folder
+from tools.quantize.compressed_folder import Scheme
 
 # Long enough for Mistral's window, Llama 3's bands and all position wavelengths to matter.
 PROMPT_LENGTHS = (61, 9)
@@ -203,6 +206,14 @@ HEAD_CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+# Folders that tools.quantize writes of a case, in all its forms.
+QUANTIZED_CASES: dict[str, tuple[str, Scheme]] = {
+  "int4": ("llama3", Scheme(4, 16)),
+  "int8": ("qwen2", Scheme(8)),
+  "w8a8": ("llama3", Scheme(8, quantizes_activations=True)),
+}
+
+
 def seed(name: str) -> int:
   """Returns the seed of a case's weights and prompts."""
   if name in HEAD_CASES:
@@ -221,3 +232,17 @@ def write_case(name: str, output: pathlib.Path) -> None:
   """Writes the Hugging Face folder of a case, f32."""
   raw, num_shards = (CASES | HEAD_CASES)[name]
   write_model(output, raw, seed(name), num_shards=num_shards)
+
+
+def quantized_prompt(name: str) -> list[int]:
+  """Returns the prompt of a case of QUANTIZED_CASES."""
+  rng = np.random.default_rng(60 + list(QUANTIZED_CASES).index(name))
+  return rng.integers(VOCAB_SIZE, size=PROMPT_LENGTHS[0]).tolist()
+
+
+def write_quantized_case(name: str, output: pathlib.Path) -> None:
+  """Writes the folder of a case of QUANTIZED_CASES."""
+  base, scheme = QUANTIZED_CASES[name]
+  with tempfile.TemporaryDirectory() as plain:
+    write_case(base, pathlib.Path(plain) / base)
+    quantize_folder(pathlib.Path(plain) / base, output, scheme)

@@ -9,4 +9,4 @@ checkpoints=$(mktemp -d)
 trap 'rm -rf "$checkpoints"' EXIT
 "$python" -m tools.parity.write_checkpoints --output="$checkpoints"
 .venv-parity/bin/python tools/parity/run_transformers.py --checkpoints="$checkpoints" --output=tests/golden
-"$python" -m pytest tests/models/test_parity.py -s
+"$python" -m pytest tests/models/test_parity.py tests/tools/test_quantize.py -s

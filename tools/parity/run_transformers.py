@@ -7,6 +7,7 @@ probability of the next token. It also keeps the log of the sum of all exponenti
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import pathlib
 
@@ -27,14 +28,18 @@ def load(folder: pathlib.Path, dtype: torch.dtype) -> torch.nn.Module:
   return model.eval()
 
 
-def golden(folder: pathlib.Path) -> dict[str, np.ndarray]:
-  task = json.loads((folder / "prompts.json").read_text())
-  model, rounded = load(folder, torch.float32), load(folder, torch.bfloat16)
+def digest_weights(folder: pathlib.Path) -> str:
   digest = hashlib.sha256()
   for file in sorted(folder.glob("*.safetensors")):
     digest.update(file.read_bytes())
+  return digest.hexdigest()
+
+
+def golden(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  task = json.loads((folder / "prompts.json").read_text())
+  model, rounded = load(folder, torch.float32), load(folder, torch.bfloat16)
   out = {
-    "weights_sha256": np.array(digest.hexdigest()),
+    "weights_sha256": np.array(digest_weights(folder)),
     "versions": np.array(f"torch {torch.__version__}, transformers {transformers.__version__}"),
   }
   squared_error, squared = 0.0, 0.0
@@ -91,6 +96,25 @@ def golden_heads(folders: list[pathlib.Path]) -> dict[str, np.ndarray]:
   return out
 
 
+def golden_quantized(folders: list[pathlib.Path]) -> dict[str, np.ndarray]:
+  """Returns the logits of quantized folders, every eighth entry, as transformers and compressed-tensors read them.
+
+  Activations are not rounded, so only the weights decide.
+  """
+  versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+  out = {"versions": np.array(f"{versions}, compressed-tensors {importlib.metadata.version('compressed-tensors')}")}
+  for folder in folders:
+    task = json.loads((folder / "quantized.json").read_text())
+    model = load(folder, torch.float32)
+    for module in model.modules():
+      module.quantization_enabled = False
+    logits = model(torch.tensor([task["prompt"]]), use_cache=False).logits[0]
+    out[f"{task['name']}_logits"] = logits[:, ::STRIDE].numpy()
+    out[f"{task['name']}_sha256"] = np.array(digest_weights(folder))
+    print(f"{folder.name}: logit spread {logits.std().item():.2f}")
+  return out
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--checkpoints", type=pathlib.Path, required=True, help="as written by write_checkpoints")
@@ -103,6 +127,8 @@ def main() -> None:
       np.savez_compressed(options.output / f"{folder.name}.npz", allow_pickle=False, **golden(folder))
     folders = sorted(path.parent for path in options.checkpoints.glob("*/inputs.json"))
     np.savez_compressed(options.output / "heads.npz", allow_pickle=False, **golden_heads(folders))
+    folders = sorted(path.parent for path in options.checkpoints.glob("*/quantized.json"))
+    np.savez_compressed(options.output / "quantized.npz", allow_pickle=False, **golden_quantized(folders))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,12 @@ def main(argv: list[str]) -> None:
     cases.write_case(name, root / name)
     (root / name / "inputs.json").write_text(json.dumps({"prompts": cases.head_prompts(name)}))
     print(f"wrote {root / name}")
+  for name in cases.QUANTIZED_CASES:
+    folder = root / f"quantized_{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    cases.write_quantized_case(name, folder)
+    (folder / "quantized.json").write_text(json.dumps({"name": name, "prompt": cases.quantized_prompt(name)}))
+    print(f"wrote {folder}")
 
 
 if __name__ == "__main__":

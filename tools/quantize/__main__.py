@@ -91,8 +91,8 @@ def make_values(source: SourceModel, scheme: Scheme, calibration: Calibration) -
     value = tensor.read()
     if name in linear:
       exact = calibration.change(name, value.astype(np.float32))
-      group = scheme.group_of(value.shape[1])
-      yield from scheme.store(*round_matrix(exact, scheme.bits, group, tensor.dtype, calibration.moments.get(name)))
+      group, dtype = scheme.group_of(value.shape[1]), scheme.scale_dtype(tensor.dtype)
+      yield from scheme.store(*round_matrix(exact, scheme.bits, group, dtype, calibration.moments.get(name)))
     elif name in calibration.norms or name in calibration.outputs:
       yield calibration.change(name, value.astype(np.float32)).astype(tensor.dtype)
     else:

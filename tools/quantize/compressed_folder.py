@@ -65,10 +65,14 @@ class Scheme:
       "ignore": list(ignored),
     }
 
+  def scale_dtype(self, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of scales for a tensor of `dtype`: the same, but float16 for the many scales of 4 bits."""
+    return np.dtype(np.float16) if self.bits == 4 and dtype == np.float32 else dtype
+
   def stored_shapes(self, shape: tuple[int, ...], dtype: np.dtype) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
-    """Returns suffix, dtype and shape of each tensor that stands for a weight [outputs, inputs]."""
+    """Returns suffix, dtype and shape of each tensor that stands for a weight [outputs, inputs] of `dtype`."""
     outputs, inputs = shape
-    scale = ("weight_scale", dtype, (outputs, inputs // self.group_of(inputs)))
+    scale = ("weight_scale", self.scale_dtype(dtype), (outputs, inputs // self.group_of(inputs)))
     if self.quantizes_activations:
       return [("weight", np.dtype(np.int8), shape), scale]
     packed = ("weight_packed", np.dtype(np.int32), (outputs, -(-inputs * self.bits // 32)))
@@ -118,7 +122,8 @@ class FolderDraft:
       self.folder.mkdir()
     except OSError as error:
       raise ConfigError(
-        f"{output}: cannot be written ({error.strerror}); choose a folder for --output that you may write to"
+        f"{output}: cannot be written ({error.strerror}: {error.filename}); choose a folder for --output that you may "
+        "write to"
       ) from error
 
   def __enter__(self) -> "FolderDraft":
