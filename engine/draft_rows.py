@@ -12,7 +12,8 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.request import Request
 from engine.shapes import StepShape
-from engine.speculation.speculation import PlannedStep, Speculation
+from engine.speculation.draft_costs import PlannedStep
+from engine.speculation.speculation import Speculation
 from engine.step_plan import StepPlan
 
 

@@ -241,7 +241,7 @@ class Scheduler:
       if planned is None:
         return None
       if self._speculation is not None and not planned[0].num_drafts and (was_drafted or (has_drafts and may_repeat)):
-        self._speculation.note_slow_step(planned[0].step)
+        self._speculation.costs.note_slow_step(planned[0].step)
     batch, rows = planned
     if self._speculation is not None:
       num_proposals = self._speculation.choose_proposals(batch, self._launched)
@@ -649,7 +649,7 @@ class Scheduler:
     seconds = now - max(self._times.pop(batch.step), self._last_commit)
     self._last_commit = now
     if self._speculation is not None:
-      self._speculation.note_step(batch, seconds, batch.step in self._behind_steps)
+      self._speculation.costs.note_step(batch, len(result.tokens), seconds, batch.step in self._behind_steps)
     self._behind_steps.discard(batch.step)
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)

@@ -1,16 +1,29 @@
 """Estimates how many drafts of a request are accepted: a rate for each source, by request and over all. Pure Python.
 
 A row's drafts are accepted up to the first wrong one. So a row is a series of trials with one failure at most, and the
-chance that its first j drafts are accepted is rate**j. Rates are of recent rows: older ones lose weight.
+chance that its first j drafts are accepted is rate**j. Rates are of recent rows: older ones lose weight. Over all
+requests a row counts once, however many drafts it has: a long copy says little about the next request.
 """
 
+import math
+
 # Rate of a source before it has been tried. It is optimistic, because a trial costs little.
-_FIRST_GUESSES = {"ngram2": 0.4, "ngram3": 0.55, "ngram4": 0.7, "ngram8": 0.85, "grammar": 0.95}
+_FIRST_GUESSES = {
+  "ngram2": 0.4,
+  "ngram3": 0.55,
+  "ngram4": 0.7,
+  "ngram8": 0.85,
+  "prompt2": 0.5,
+  "prompt3": 0.6,
+  "prompt4": 0.75,
+  "prompt8": 0.85,
+  "grammar": 0.95,
+}
 _FIRST_GUESS = 0.6  # of other sources
-_LEAST_SHARE = 0.5  # of the first guess, which the rate over all requests never falls below: texts differ
-_GUESS_WEIGHT = 8.0  # trials that the first guess of a source counts as
+_LEAST_SHARE = 0.5  # of the first guess, below which no rate over all requests falls for a trial: texts differ
+_GUESS_WEIGHT = 4.0  # rows that the first guess of a source counts as
 _PRIOR_WEIGHT = 2.0  # trials that the rate over all requests counts as, for a request
-_KEEP_OF_SOURCE = 0.99  # weight that older trials keep at each row
+_KEEP_OF_SOURCE = 0.99  # weight that older rows keep at each row
 _KEEP_OF_REQUEST = 0.85
 _MOST = 0.98
 
@@ -21,25 +34,29 @@ class AcceptanceRates:
   """The rates of sources over all requests, and with them the estimates for one request."""
 
   def __init__(self):
-    self._sources: Trials = {}
+    self._sources: Trials = {}  # weights of rows: their shares of accepted drafts, and their number
 
-  def estimate_rate(self, trials: Trials, source: str) -> float:
-    """Returns the chance that the next draft of `source` is accepted, from the trials of a request and of all."""
-    prior = self._prior(source)
+  def estimate_rate(self, trials: Trials, source: str, is_trial: bool = True) -> float:
+    """Returns the chance that the next draft of `source` is accepted, from the trials of a request and of all.
+
+    Args: is_trial: a failure is worth its cost. Otherwise, the rate over all requests is one standard error lower.
+    """
+    prior = self._estimate_prior(source, is_trial)
     accepted, tried = trials.get(source, (0.0, 0.0))
     return min(_MOST, (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT))
 
-  def _prior(self, source: str) -> float:
+  def _estimate_prior(self, source: str, is_trial: bool) -> float:
     guess = _FIRST_GUESSES.get(source, _FIRST_GUESS)
     accepted, tried = self._sources.get(source, (0.0, 0.0))
-    return max(_LEAST_SHARE * guess, (accepted + _GUESS_WEIGHT * guess) / (tried + _GUESS_WEIGHT))
+    weight = tried + _GUESS_WEIGHT
+    rate = (accepted + _GUESS_WEIGHT * guess) / weight
+    return max(_LEAST_SHARE * guess, rate) if is_trial else max(0.0, rate - math.sqrt(rate * (1 - rate) / (weight + 1)))
 
   def note_row(self, trials: Trials, source: str, num_drafts: int, num_accepted: int) -> None:
     """Adds a row with `num_drafts` drafts to a request's trials and to those of all."""
     num_tried = min(num_drafts, num_accepted + 1)
-    for totals, keep in ((trials, _KEEP_OF_REQUEST), (self._sources, _KEEP_OF_SOURCE)):
-      accepted, tried = totals.get(source, (0.0, 0.0))
-      totals[source] = [accepted * keep + num_accepted, tried * keep + num_tried]
+    _add_trials(trials, source, _KEEP_OF_REQUEST, num_accepted, num_tried)
+    _add_trials(self._sources, source, _KEEP_OF_SOURCE, num_accepted / num_tried, 1.0)
 
   def state(self) -> Trials:
     """Returns the trials of all requests as plain JSON values; restore_state() takes them back."""
@@ -48,6 +65,11 @@ class AcceptanceRates:
   def restore_state(self, state: Trials) -> None:
     """Takes back what state() returned."""
     self._sources = {source: list(totals) for source, totals in state.items()}
+
+
+def _add_trials(trials: Trials, source: str, keep: float, accepted: float, tried: float) -> None:
+  before = trials.get(source, (0.0, 0.0))
+  trials[source] = [before[0] * keep + accepted, before[1] * keep + tried]
 
 
 def forget_half(trials: Trials) -> None:

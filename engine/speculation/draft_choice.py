@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _MARGIN = 1.03  # least gain in expected tokens a second: measured times are that exact
+_CAUTION = 1.5  # times that drafts must bring what they cost: estimates err, and a longer step delays other requests
 
 
 class StepOption(NamedTuple):
@@ -61,6 +62,11 @@ def choose_drafts(chances: Sequence[Sequence[float]], option: StepOption, least_
   for _, _, _, index in order[:best]:
     counts[index] += 1
   return DraftChoice(counts, best_rate if best else least_rate)
+
+
+def add_caution(seconds: Sequence[float], base: float) -> list[float]:
+  """Returns the times of steps with drafts, further above that of a step without, `base`, than they are."""
+  return [base + _CAUTION * (each - base) if each > base else each for each in seconds]
 
 
 def list_chances(rate: float, count: int, num_unknown: int = 0) -> list[float]:

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from engine.request import Request
 from engine.speculation.drafter import NO_DRAFT, Draft
-from engine.speculation.ngram import NgramDrafter
+from engine.speculation.ngram import LONG_MATCHES, NgramDrafter
 
 MODEL = "draft"  # the source of its drafts
-_LONG_MATCHES = ("ngram4", "ngram8")  # sources of n-gram drafts that come before the model's
 
 
 class _Proposal(NamedTuple):
@@ -97,7 +96,7 @@ class JointDrafter:
     if request.speculation != MODEL:
       if self._ngram.update(request):
         ngram = self._ngram.propose(request, count)
-      if ngram.source in _LONG_MATCHES or request.speculation == "ngram":
+      if ngram.source in LONG_MATCHES or request.speculation == "ngram":
         return ngram
     proposed = self._model.propose(request, count)
     return proposed if proposed.tokens else ngram

@@ -18,9 +18,11 @@ MOST_NEW_TOKENS = 1024  # tokens indexed in an update, in 0.2 ms; a long prompt 
 _TABLE_SIZES = 256, 1 << 16
 _MULTIPLIER = 40503  # odd, near 2**16 divided by the golden ratio
 
-# Proposals after short matches are accepted less often. Length of a match -> source.
-_SOURCES = ("", "", "ngram2", "ngram3", "ngram4", "ngram4", "ngram4", "ngram4", "ngram8")
-SOURCES = tuple(dict.fromkeys(_SOURCES[LEAST_MATCH:]))
+# Proposals after short matches are accepted less often, and so are repetitions of the output's own common words: a copy
+# of the prompt goes on. Length of a match -> source, by where it occurred before.
+_OF_OUTPUT = ("", "", "ngram2", "ngram3", "ngram4", "ngram4", "ngram4", "ngram4", "ngram8")
+_OF_PROMPT = tuple(source.replace("ngram", "prompt") for source in _OF_OUTPUT)
+LONG_MATCHES = ("ngram4", "ngram8", "prompt4", "prompt8")
 
 
 class NgramIndex:
@@ -136,7 +138,8 @@ class NgramDrafter:
     length, position = index.find_match()
     if not length:
       return NO_DRAFT
-    return Draft(index.read_continuation(position, count), _SOURCES[length])
+    sources = _OF_PROMPT if position <= request.num_prompt_tokens else _OF_OUTPUT
+    return Draft(index.read_continuation(position, count), sources[length])
 
   def forget(self, request_id: str) -> None:
     """See Drafter."""

@@ -8,12 +8,14 @@ Costs of trying stay small. A request whose drafts fail sleeps, for twice as man
 tried again. A sleeping request costs a step nothing. Of the others, a step looks at those whose latest drafts were
 accepted, and at a limited number of the rest in turn.
 
+Costs are bounded, too: see draft_costs.py, which knows what steps take, and credit.py.
+
 A draft model on the device takes time whether its proposals are used or not. So it proposes only after steps where
 drafts as good as its latest ones would pay, and steps with proposals are measured apart from others.
 
 With overlap, a step is planned while the tokens of the one before are unknown. A drafter then guesses past the token
 and the drafts in flight, so its drafts are less likely. If all requests have drafts, the next step may wait instead
-until these are committed. That costs the host's time, and then nothing is unknown.
+until these are committed. Then nothing is unknown.
 
 Drafts suit one number of rejected drafts before them alone. If their row turns out to begin elsewhere, they are lost,
 and so known to be rejected before they are computed: the drafts of the next row follow the token before them.
@@ -31,17 +33,15 @@ from engine.config import EngineConfig
 from engine.constraint import ConstrainedDraft, DraftingConstraint
 from engine.request import Request
 from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
-from engine.speculation.draft_choice import DraftChoice, StepOption, choose_drafts, list_chances
+from engine.speculation.draft_choice import list_chances
+from engine.speculation.draft_costs import DraftCosts, PlannedStep
 from engine.speculation.drafter import NO_DRAFT, Draft, Drafter
 from engine.speculation.model_drafter import MODEL, JointDrafter, ModelDrafter
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
 _log = logging.getLogger(__name__)
 
 AWAKE = -1
-_PLAIN_STEPS_A_NOTE = 4  # steps without drafts, of which the time of one is noted, at 20 us right after a step
-_FIRST_NOTES = 64  # plain steps of which all are noted
 GRAMMAR = "grammar"  # the source of tokens that a constraint leaves no choice about
 _LONGEST_SLEEP = 256  # steps
 # A request whose drafts are accepted more often does not rest after failures: a step that costs the same with drafts
@@ -71,30 +71,6 @@ class DraftCandidate(NamedTuple):
   rate: float
   chances: list[float]
   source: str = ""
-
-
-class PlannedStep(NamedTuple):
-  """A step before drafts.
-
-  Attributes:
-    num_tokens: useful tokens.
-    num_decodes: decode rows.
-    num_constrained: those of them with a constraint.
-    num_others: other rows, which are of prompts.
-    most_drafts: drafts that tokens and logit rows of the largest rung allow.
-    num_padding: tokens that the device would compute as padding.
-    may_wait: every running request has a decode in it, so that the next step may wait for it.
-    is_behind: drafts of its requests are in flight.
-  """
-
-  num_tokens: int
-  num_decodes: int
-  num_constrained: int
-  num_others: int
-  most_drafts: int
-  num_padding: int
-  may_wait: bool = False
-  is_behind: bool = False
 
 
 class _Tracked:
@@ -128,10 +104,11 @@ class Speculation:
   """Proposes drafts, learns how many are accepted and what steps cost, and chooses the drafts that pay.
 
   Call order of a step: find_drafts, then make_candidate for decodes, then choose_counts and start_row for the chosen
-  rows; after the step note_row for each row with drafts, and note_step.
+  rows; after the step note_row for each row with drafts, and costs.note_step.
 
   Attributes:
     drafter: proposes the drafts.
+    costs: chooses those that pay.
     model: takes what a draft model on the device proposed; None without one.
     waits: the next step waits for the drafts of the latest choose_counts.
   """
@@ -152,24 +129,15 @@ class Speculation:
     self._awake: OrderedDict[str, _Tracked] = OrderedDict()  # others, in the order in which steps look at them
     self._sleepers: list[tuple[int, int, _Tracked]] = []  # heap by step; the number makes entries differ
     self._num_sleeps = 0
-    self._num_plain = 0  # committed steps without drafts
-    self._computes_padding = config.computes_padding
     self._proposing: dict[str, _Tracked] = {}  # requests with a draft for the next step, or a constraint
     self._forces = config.speculation == "auto"
     self.constrained_drafts: dict[str, ConstrainedDraft] = {}  # of the latest planned step, for a trace
     self._rates = AcceptanceRates()
-    ladder = config.ladder if config.computes_padding else None
-    # The time of a step that is planned with nothing in flight has the host's part in it.
-    self._alone_seconds = StepSeconds(ladder)
-    self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
-    self._slowed_seconds = StepSeconds(ladder)  # of such steps that follow drafts, and so repeat no step
-    # The same as the first two, of steps after which a draft model proposes.
-    self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
+    self.costs = DraftCosts(config)
     # Of a draft model: refusals in a row, the step before which it proposes nothing, the latest with proposals.
     self._num_refusals, self._no_proposals_until, self._proposing_step = 0, -1, -1
     self._declined_rate, self._declined_until = 0.0, -1
     self._num_declines, self._pause_until = 0, -1  # choices of no draft in a row; step before which nothing is proposed
-    self._slowed_steps: set[int] = set()  # uncommitted; see note_slow_step
     self._step = 0  # for which find_drafts() has made proposals
     self._least_rate = 0.0  # drafts of the next step that are as unlikely as this are not considered
     self._has_failed = False  # a drafter has raised an error
@@ -179,6 +147,10 @@ class Speculation:
     self.drafter = drafter
     if isinstance(drafter, ModelDrafter):
       self.model = drafter
+
+  def _estimate_rate(self, tracked: _Tracked, source: str) -> float:
+    """Returns the chance that the request's next draft of `source` is accepted."""
+    return self._rates.estimate_rate(tracked.trials, source, self.costs.credit.allows_trials)
 
   # Requests.
 
@@ -249,7 +221,7 @@ class Speculation:
     self.skip_drafts()
     self._proposing = found
     self._step = step
-    if step < self._pause_until:
+    if step < self._pause_until or not self.costs.credit.allows_drafts:
       return False
     least = self._least_rate = self._declined_rate if step < self._declined_until else 0.0
     drafter, most = self.drafter, self._most + 1  # the first token may stand for one in flight
@@ -266,7 +238,7 @@ class Speculation:
         if not request.num_in_flight and isinstance(request.constraint, DraftingConstraint):
           tracked.draft = draft
           found[request_id] = tracked
-      elif draft.tokens and (not least or self._rates.estimate_rate(tracked.trials, draft.source) > least):
+      elif draft.tokens and (not least or self._estimate_rate(tracked, draft.source) > least):
         tracked.draft = draft
         found[request_id] = tracked
     return bool(found)
@@ -279,11 +251,11 @@ class Speculation:
       num_unknown: 1 if the last token of each request is in flight, else 0.
     """
     candidates = []
-    if self.knows_step(planned):
+    if self.costs.knows_step(planned):
       for tracked in self._proposing.values():
         tokens = tracked.draft.tokens[num_unknown : num_unknown + self._most]
         if tokens:
-          rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
+          rate = self._estimate_rate(tracked, tracked.draft.source)
           chances = list_chances(rate, len(tokens), num_unknown)
           candidates.append(DraftCandidate(0, tokens, (), rate, chances, tracked.draft.source))
     if candidates and any(self.choose_counts(self._step, planned, candidates)):
@@ -323,7 +295,7 @@ class Speculation:
     tokens = tracked.draft.tokens[num_unknown : num_unknown + min(most, self._most)]
     if not tokens:
       return None
-    rate = self._rates.estimate_rate(tracked.trials, tracked.draft.source)
+    rate = self._estimate_rate(tracked, tracked.draft.source)
     return DraftCandidate(row, tokens, (), rate, list_chances(rate, len(tokens), num_unknown), tracked.draft.source)
 
   def _make_constrained(self, row: int, request: Request, tracked: _Tracked, most: int) -> DraftCandidate | None:
@@ -335,9 +307,9 @@ class Speculation:
     elif tracked.wakes_at != AWAKE:
       tracked.wakes_at = AWAKE
       forget_half(tracked.trials)
-    rate_of_draft = self._rates.estimate_rate(tracked.trials, tracked.draft.source) if tracked.draft.tokens else 0.0
+    rate_of_draft = self._estimate_rate(tracked, tracked.draft.source) if tracked.draft.tokens else 0.0
     forces = self._forces and request.speculation != "ngram"
-    rate = self._rates.estimate_rate(tracked.trials, GRAMMAR) if forces else 0.0
+    rate = self._estimate_rate(tracked, GRAMMAR) if forces else 0.0
     if max(rate_of_draft, rate) <= self._least_rate:
       return None
     try:
@@ -356,115 +328,33 @@ class Speculation:
     return DraftCandidate(row, draft.tokens, draft.masks, rate, chances, tracked.draft.source)
 
   def knows_step(self, planned: PlannedStep) -> bool:
-    """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
-    return bool(planned.num_others) or self._estimate_base(planned) != UNKNOWN
-
-  def _is_behind(self, planned: PlannedStep) -> bool:
-    """Returns whether such a step is planned while the device computes another one."""
-    return self._overlap and planned.num_constrained < planned.num_decodes
-
-  def _estimate_base(self, planned: PlannedStep) -> float:
-    """Returns the seconds of the step without drafts."""
-    table = self._behind_seconds if self._is_behind(planned) else self._alone_seconds
-    return table.estimate_steps(planned.num_tokens, 0)[0]
+    """Returns whether drafts can be chosen for such a step; see DraftCosts."""
+    return self.costs.knows_step(planned)
 
   def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
     """Returns the number of drafts of each candidate in step `step`, which `knows_step`; sets `waits`."""
-    chances = [candidate.chances for candidate in candidates]
-    if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
-      self.waits = False
-      most = min(planned.most_drafts, planned.num_padding)
-      return choose_drafts(chances, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most).counts
     proposing = any(candidate.source == MODEL for candidate in candidates)
-    if proposing and not self._knows_proposing(planned):
+    if proposing and not planned.num_others and not self.costs.knows_proposing(planned):
       return [0] * len(candidates)  # until the plain steps with proposals are measured
-    choice = self._choose(planned, chances, [not candidate.masks for candidate in candidates], proposing)
-    if planned.is_behind and any(choice.counts) and self._estimate_waiting(planned, candidates) > choice.rate:
-      choice = DraftChoice(
-        [0] * len(candidates), choice.rate
-      )  # so that a later step has drafts, and the next one waits
+    later = [list_chances(each.rate, len(each.tokens)) for each in candidates] if planned.is_behind else ()
+    choice = self.costs.choose_counts(
+      planned,
+      [candidate.chances for candidate in candidates],
+      [not candidate.masks for candidate in candidates],
+      proposing,
+      later,
+    )
     self.waits = choice.waits
     if any(choice.counts):
       self._num_declines = 0
-    elif not planned.is_behind:
+    elif not planned.is_behind and not planned.num_others:
       self._num_declines += 1
       self._pause_until = step + min(_DECLINE_STEPS, 1 << self._num_declines)
       self._declined_rate = max(candidate.rate for candidate in candidates)
       self._declined_until = step + _DECLINE_STEPS
     return choice.counts
 
-  def _choose(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], is_free: Sequence[bool], proposing: bool
-  ) -> DraftChoice:
-    """Chooses the drafts of a step of decodes.
-
-    Args:
-      is_free: of each candidate, whether it has no constraint.
-      proposing: a draft model proposes after a step with drafts, but not after one without.
-    """
-    if self._is_behind(planned):
-      return self._choose_with_next(planned, chances, is_free, proposing)
-    most = min(planned.most_drafts, sum(map(len, chances)))
-    base = self._alone_seconds.estimate_steps(planned.num_tokens, 0)[0]
-    table = self._alone_proposing if proposing else self._alone_seconds
-    option = StepOption(planned.num_decodes, table.estimate_steps(planned.num_tokens, most))
-    return choose_drafts(chances, option, planned.num_decodes / base, most)
-
-  def _choose_with_next(
-    self, planned: PlannedStep, chances: Sequence[Sequence[float]], is_free: Sequence[bool], proposing: bool
-  ) -> DraftChoice:
-    """Chooses drafts with overlap, and whether the next step waits for them.
-
-    The expected tokens and seconds are those of this step and the next, in which requests without a constraint have a
-    row. If these all get drafts, the next step may wait instead; then this one has the device alone.
-
-    Args: as of _choose.
-    """
-    num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
-    most = min(planned.most_drafts, sum(map(len, chances)))
-    alone_table, behind_table = self._alone_seconds, self._behind_seconds
-    base = behind_table.estimate_steps(num_tokens, 0)[0]
-    if proposing:
-      alone_table, behind_table = self._alone_proposing, self._behind_proposing
-    seconds = behind_table.estimate_steps(num_tokens, most)
-    rest = self._estimate_rest(num_free, base)
-    num_rows = planned.num_decodes + num_free
-    slowed = self._slowed_seconds.estimate_steps(num_free, 0)[0]
-    after = rest if slowed == UNKNOWN else max(rest, slowed)
-    option = StepOption(num_rows, [each + after for each in seconds])
-    best = choose_drafts(chances, option, num_rows / (base + rest), most)
-    if planned.is_behind:  # a trial does not follow the drafts of another one
-      knows = behind_table.knows_size(num_tokens + sum(best.counts))
-      return best if knows else DraftChoice([0] * len(chances), best.rate)
-    required = [index for index, free in enumerate(is_free) if free]
-    if planned.may_wait and len(required) == num_free:
-      alone = alone_table.estimate_steps(num_tokens, most, seconds[0])
-      waiting = choose_drafts(chances, StepOption(planned.num_decodes, alone, required), best.rate, most)
-      if any(waiting.counts):
-        return waiting._replace(waits=True)
-    return best
-
-  def _estimate_waiting(self, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> float:
-    """Returns the expected tokens a second of steps with drafts of which each waits for the one before.
-
-    Nothing is unknown then, so drafts are likelier than these candidates, which are behind others.
-    """
-    chances = [list_chances(candidate.rate, len(candidate.tokens)) for candidate in candidates]
-    most = min(planned.most_drafts, sum(map(len, chances)))
-    base = self._behind_seconds.estimate_steps(planned.num_tokens, 0)[0]
-    seconds = self._alone_seconds.estimate_steps(planned.num_tokens, most, base)
-    return choose_drafts(chances, StepOption(planned.num_decodes, seconds), 0.0, most).rate
-
-  def _estimate_rest(self, num_rows: int, most: float) -> float:
-    """Returns the seconds of the next step, of `num_rows` decodes; `most` if unknown."""
-    return min(most, self._behind_seconds.estimate_steps(num_rows, 0)[0])
-
   # A draft model.
-
-  def _knows_proposing(self, planned: PlannedStep) -> bool:
-    """Returns whether the time of such a step with proposals is known."""
-    table = self._behind_proposing if self._is_behind(planned) else self._alone_proposing
-    return table.estimate_steps(planned.num_tokens, 0)[0] != UNKNOWN
 
   def choose_proposals(self, batch: Batch, in_flight: Container[int]) -> int:
     """Returns how many tokens the draft model proposes after a planned step: 0 if drafts would not pay.
@@ -481,10 +371,10 @@ class Speculation:
       return 0
     chances, is_free, num_constrained = self._expect_proposals(batch)
     planned = PlannedStep(num_rows, num_rows, num_constrained, 0, most, 0, may_wait=True)
-    if not chances or not self.knows_step(planned):
+    if not chances or not self.costs.knows_step(planned) or not self.costs.credit.allows_drafts:
       return 0
-    is_trial = not self._knows_proposing(planned)
-    if not is_trial and any(self._choose(planned, chances, is_free, proposing=True).counts):
+    is_trial = not self.costs.knows_proposing(planned)
+    if not is_trial and any(self.costs.choose_counts(planned, chances, is_free, proposing=True).counts):
       self._num_refusals = 0
     else:  # trials pause too, because not every step is measured
       self._num_refusals += 1
@@ -512,10 +402,10 @@ class Speculation:
       num_constrained += not is_free
       if tracked.wakes_at > batch.step or request.speculation == "ngram" or len(found) == _MOST_LOOKS:
         continue
-      rate = self._rates.estimate_rate(tracked.trials, MODEL)
+      rate = self._estimate_rate(tracked, MODEL)
       if count:
         source, _ = tracked.rows[-1]
-        if source != MODEL and self._rates.estimate_rate(tracked.trials, source) >= rate:
+        if source != MODEL and self._estimate_rate(tracked, source) >= rate:
           continue  # others do as well
       found.append(list_chances(rate, self._most, int(self._overlap and is_free and not (count and self.waits))))
       all_free.append(is_free)
@@ -529,10 +419,6 @@ class Speculation:
       request = rows[row]
       if request.id in self._tracked:
         self.model.take_proposal(request.id, request.num_prompt_tokens + len(request.output_token_ids), proposed)
-
-  def note_slow_step(self, step: int) -> None:
-    """Notes that step `step` has no drafts, but does not repeat the one before because of drafts there or refused."""
-    self._slowed_steps.add(step)
 
   def start_row(self, request: Request) -> None:
     """Notes that the request's drafts are in the planned step."""
@@ -566,7 +452,7 @@ class Speculation:
     if request.constraint is None and self._lively.pop(request.id, None):
       self._awake[request.id] = tracked
     tracked.num_failures += 1
-    if self._rates.estimate_rate(tracked.trials, source) > _SLEEPLESS_RATE:
+    if self._estimate_rate(tracked, source) > _SLEEPLESS_RATE:
       return
     pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
     if request.constraint is not None:
@@ -574,49 +460,14 @@ class Speculation:
     elif pause:
       self._sleep(tracked, step + pause)
 
-  def note_step(self, batch: Batch, seconds: float, was_behind: bool) -> None:
-    """Learns from the time of a committed step. Steps without drafts that took longer for want of some are apart.
-
-    Args:
-      batch: the step.
-      seconds: from planning, or from the commit of the step before if that is later, to its commit.
-      was_behind: the step was planned while the device computed another one.
-    """
-    drafts, num_steps = batch.num_drafts, 1
-    is_slowed = batch.step in self._slowed_steps
-    if is_slowed:
-      self._slowed_steps.discard(batch.step)
-      if not was_behind or batch.num_proposals:
-        return
-    elif not drafts and not batch.num_proposals:
-      self._num_plain += 1
-      if self._num_plain > _FIRST_NOTES:
-        if self._num_plain % _PLAIN_STEPS_A_NOTE:
-          return
-        num_steps = _PLAIN_STEPS_A_NOTE
-    num_drafted = len(drafts) - drafts.count(0) if drafts else 0
-    if batch.token_ids.count(()) + num_drafted == len(batch.slots):  # no prompt is in it
-      tables = [self._alone_seconds, self._behind_seconds, self._slowed_seconds]
-      if self.model is not None:
-        tables += [self._alone_proposing, self._behind_proposing]
-      table = tables.pop(2 if is_slowed else was_behind + 3 * bool(batch.num_proposals))
-      factor = table.note_step(batch.device_tokens(self._computes_padding), seconds, num_steps)
-      for other in tables:
-        other.pass_steps(num_steps)
-        other.scale_all(factor)
-
   # For traces.
 
   def state(self) -> dict[str, Any]:
     """Returns all state of later decisions as plain JSON values; restore_state() is the inverse."""
     return {
       "rates": self._rates.state(),
-      "alone_seconds": self._alone_seconds.state(),
-      "behind_seconds": self._behind_seconds.state(),
-      "slowed_seconds": self._slowed_seconds.state(),
+      "costs": self.costs.state(),
       **self._model_state(),
-      "num_plain": self._num_plain,
-      "slowed_steps": sorted(self._slowed_steps),
       "declined": [self._declined_rate, self._declined_until, self._num_declines, self._pause_until],
       "requests": {
         name: {
@@ -639,8 +490,6 @@ class Speculation:
     if self.model is None:
       return {}
     return {
-      "alone_proposing": self._alone_proposing.state(),
-      "behind_proposing": self._behind_proposing.state(),
       "refused": [self._num_refusals, self._no_proposals_until, self._proposing_step],
       "proposals": self.model.state(),
     }
@@ -648,15 +497,10 @@ class Speculation:
   def restore_state(self, state: dict[str, Any], requests: Mapping[str, Request]) -> None:
     """Takes back what state() returned, for the same live requests by id."""
     self._rates.restore_state(state["rates"])
-    self._alone_seconds.restore_state(state["alone_seconds"])
-    self._behind_seconds.restore_state(state["behind_seconds"])
-    self._slowed_seconds.restore_state(state["slowed_seconds"])
+    self.costs.restore_state(state["costs"])
     if self.model is not None:
-      self._alone_proposing.restore_state(state["alone_proposing"])
-      self._behind_proposing.restore_state(state["behind_proposing"])
       self._num_refusals, self._no_proposals_until, self._proposing_step = state["refused"]
       self.model.restore_state(state["proposals"])
-    self._slowed_steps, self._num_plain = set(state["slowed_steps"]), state["num_plain"]
     self._declined_rate, self._declined_until, self._num_declines, self._pause_until = state["declined"]
     for name, values in state["requests"].items():
       tracked = self._tracked[name] = _Tracked(requests[name])

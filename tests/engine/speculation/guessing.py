@@ -7,8 +7,9 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.speculation.draft_costs import PlannedStep
 from engine.speculation.drafter import NO_DRAFT, Draft
-from engine.speculation.speculation import DraftCandidate, PlannedStep, Speculation
+from engine.speculation.speculation import DraftCandidate, Speculation
 from tests.engine.world import MAX_MODEL_LEN, World, random_config
 from tests.fakes import oracle
 

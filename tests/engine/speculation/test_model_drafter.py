@@ -50,11 +50,11 @@ def test_a_proposal_serves_while_the_output_agrees_with_it():
 def test_long_matches_come_before_the_model_and_requests_choose():
   copied, fresh = list(range(20, 40)) + list(range(20, 30)), list(range(20, 40)) + [20, 21]
   cases = [
-    (copied, "", "ngram8"),
-    (copied, "ngram", "ngram8"),
+    (copied, "", "prompt8"),
+    (copied, "ngram", "prompt8"),
     (copied, MODEL, MODEL),
     (fresh, "", MODEL),
-    (fresh, "ngram", "ngram2"),
+    (fresh, "ngram", "prompt2"),
     (fresh, "auto", MODEL),
   ]
   for prompt, speculation, source in cases:
@@ -65,7 +65,7 @@ def test_long_matches_come_before_the_model_and_requests_choose():
     assert drafter.update(request) and drafter.propose(request, 3).source == source, (prompt, speculation)
   drafter = JointDrafter(ModelDrafter())
   request = make_request(fresh, [])
-  assert drafter.update(request) and drafter.propose(request, 3).source == "ngram2"  # nothing was proposed
+  assert drafter.update(request) and drafter.propose(request, 3).source == "prompt2"  # nothing was proposed
 
 
 class ProposedScript(Script):

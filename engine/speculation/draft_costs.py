@@ -1,0 +1,246 @@
+"""Knows what steps cost with and without drafts, and chooses the drafts that pay. Pure Python; may not know requests.
+
+Times are learned from the steps themselves, because no table knows what verifying costs on a machine. What is not known
+is tried, at the expense of the DraftCredit, which also bounds what wrong estimates cost.
+
+With overlap, a step is planned while the device computes another one, so the host's part is hidden. Requests whose
+drafts are in flight may wait for them instead: then the next step is planned alone, and shows the host's part.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.speculation.credit import DraftCredit
+from engine.speculation.draft_choice import DraftChoice, StepOption, add_caution, choose_drafts
+from engine.speculation.step_seconds import UNKNOWN, StepSeconds
+
+_PLAIN_STEPS_A_NOTE = 4  # steps without drafts, of which the time of one is noted, at 20 us right after a step
+_FIRST_NOTES = 64  # plain steps of which all are noted
+
+
+class PlannedStep(NamedTuple):
+  """A step before drafts.
+
+  Attributes:
+    num_tokens: useful tokens.
+    num_decodes: decode rows.
+    num_constrained: those of them with a constraint.
+    num_others: other rows, which are of prompts.
+    most_drafts: drafts that tokens and logit rows of the largest rung allow.
+    num_padding: tokens that the device would compute as padding.
+    may_wait: every running request has a decode in it, so that the next step may wait for it.
+    is_behind: drafts of its requests are in flight.
+  """
+
+  num_tokens: int
+  num_decodes: int
+  num_constrained: int
+  num_others: int
+  most_drafts: int
+  num_padding: int
+  may_wait: bool = False
+  is_behind: bool = False
+
+
+class DraftCosts:
+  """The measured times of steps, and the choices that follow from them.
+
+  Attributes: credit: what drafts may still cost.
+  """
+
+  def __init__(self, config: EngineConfig):
+    self.credit = DraftCredit()
+    self._overlap, self._has_model = config.overlap, config.has_draft_model
+    self._computes_padding = config.computes_padding
+    ladder = config.ladder if config.computes_padding else None
+    # The time of a step that is planned with nothing in flight has the host's part in it.
+    self._alone_seconds = StepSeconds(ladder)
+    self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
+    self._slowed_seconds = StepSeconds(ladder)  # of such steps that follow drafts, and so repeat no step
+    # The same as the first two, of steps after which a draft model proposes.
+    self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
+    self._num_plain = 0  # committed steps without drafts
+    self._slowed_steps: set[int] = set()  # uncommitted; see note_slow_step
+
+  # What is known.
+
+  def knows_step(self, planned: PlannedStep) -> bool:
+    """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
+    return bool(planned.num_others) or self._estimate_base(planned) != UNKNOWN
+
+  def knows_proposing(self, planned: PlannedStep) -> bool:
+    """Returns whether the time of such a step with proposals of a draft model is known."""
+    table = self._behind_proposing if self._is_behind(planned) else self._alone_proposing
+    return table.estimate_steps(planned.num_tokens, 0)[0] != UNKNOWN
+
+  def _is_behind(self, planned: PlannedStep) -> bool:
+    """Returns whether such a step is planned while the device computes another one."""
+    return self._overlap and planned.num_constrained < planned.num_decodes
+
+  def _estimate_base(self, planned: PlannedStep) -> float:
+    """Returns the seconds of the step without drafts."""
+    table = self._behind_seconds if self._is_behind(planned) else self._alone_seconds
+    return table.estimate_steps(planned.num_tokens, 0)[0]
+
+  # Choices.
+
+  def choose_counts(
+    self,
+    planned: PlannedStep,
+    chances: Sequence[Sequence[float]],
+    is_free: Sequence[bool],
+    proposing: bool,
+    chances_later: Sequence[Sequence[float]] = (),
+  ) -> DraftChoice:
+    """Chooses the drafts of a step that `knows_step`, and if it is `proposing`, `knows_proposing`.
+
+    Args:
+      chances: for each candidate, the chance that its first 1, 2, ... drafts are all accepted.
+      is_free: of each candidate, whether it has no constraint.
+      proposing: a draft model proposes after a step with drafts, but not after one without.
+      chances_later: if the step is behind drafts, the same chances once these are committed.
+    """
+    most = min(planned.most_drafts, sum(map(len, chances)))
+    if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
+      most = min(most, planned.num_padding)
+      return choose_drafts(chances, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most)
+    if self._is_behind(planned):
+      choice = self._choose_with_next(planned, chances, is_free, proposing, most)
+      # Where steps that wait for each other bring more, a later one has drafts, and the next one waits for it.
+      waits = planned.is_behind and any(choice.counts) and self._estimate_waiting(planned, chances_later) > choice.rate
+      return DraftChoice([0] * len(chances), choice.rate) if waits else choice
+    base = self._alone_seconds.estimate_steps(planned.num_tokens, 0)[0]
+    table = self._alone_proposing if proposing else self._alone_seconds
+    seconds = add_caution(table.estimate_steps(planned.num_tokens, most), base)
+    return choose_drafts(chances, StepOption(planned.num_decodes, seconds), planned.num_decodes / base, most)
+
+  def _choose_with_next(
+    self,
+    planned: PlannedStep,
+    chances: Sequence[Sequence[float]],
+    is_free: Sequence[bool],
+    proposing: bool,
+    most: int,
+  ) -> DraftChoice:
+    """Chooses drafts with overlap, and whether the next step waits for them.
+
+    The expected tokens and seconds are those of this step and the next, in which requests without a constraint have a
+    row. If these all get drafts, the next step may wait instead; then this one has the device alone.
+
+    Args:
+      planned, chances, is_free, proposing: as of choose_counts.
+      most: most drafts of all rows together.
+    """
+    num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
+    base = self._behind_seconds.estimate_steps(num_tokens, 0)[0]
+    table = self._behind_proposing if proposing else self._behind_seconds
+    seconds = table.estimate_steps(num_tokens, most)
+    rest = min(base, self._behind_seconds.estimate_steps(num_free, 0)[0])  # of the next step
+    slowed = self._slowed_seconds.estimate_steps(num_free, 0)[0]
+    after = rest if slowed == UNKNOWN else max(rest, slowed)
+    num_rows = planned.num_decodes + num_free
+    option = StepOption(num_rows, add_caution([each + after for each in seconds], base + rest))
+    best = choose_drafts(chances, option, num_rows / (base + rest), most)
+    if planned.is_behind:  # a trial does not follow the drafts of another one
+      knows = table.knows_size(num_tokens + sum(best.counts))
+      return best if knows else DraftChoice([0] * len(chances), best.rate)
+    required = [index for index, free in enumerate(is_free) if free]
+    if planned.may_wait and len(required) == num_free:
+      alone = add_caution(self._estimate_alone(num_tokens, seconds, proposing), base)
+      waiting = choose_drafts(chances, StepOption(planned.num_decodes, alone, required), best.rate, most)
+      if any(waiting.counts):
+        return waiting._replace(waits=True)
+    return best
+
+  def _estimate_alone(self, num_tokens: int, behind: list[float], proposing: bool = False) -> list[float]:
+    """Returns the seconds of a step with 0, 1, 2, ... drafts for which the next one waits.
+
+    The device's part is at least that of steps behind others, of which larger sizes are known, too.
+
+    Args: behind: the seconds of steps planned behind another one.
+    """
+    table = self._alone_proposing if proposing else self._alone_seconds
+    alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0])
+    return [max(each, other + alone[0] - behind[0]) for each, other in zip(alone, behind, strict=True)]
+
+  def _estimate_waiting(self, planned: PlannedStep, chances: Sequence[Sequence[float]]) -> float:
+    """Returns the expected tokens a second of steps with drafts of which each waits for the one before."""
+    most = min(planned.most_drafts, sum(map(len, chances)))
+    behind = self._behind_seconds.estimate_steps(planned.num_tokens, most)
+    seconds = add_caution(self._estimate_alone(planned.num_tokens, behind), behind[0])
+    return choose_drafts(chances, StepOption(planned.num_decodes, seconds), 0.0, most).rate
+
+  # Results.
+
+  def note_slow_step(self, step: int) -> None:
+    """Notes that step `step` has no drafts, but does not repeat the one before because of drafts there or refused."""
+    self._slowed_steps.add(step)
+
+  def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
+    """Learns from the time of a committed step. Steps without drafts that took longer for want of some are apart.
+
+    Args:
+      batch: the step.
+      num_tokens: that it sampled.
+      seconds: from planning, or from the commit of the step before if that is later, to its commit.
+      was_behind: the step was planned while the device computed another one.
+    """
+    drafts, num_steps = batch.num_drafts, 1
+    is_slowed = batch.step in self._slowed_steps
+    self._slowed_steps.discard(batch.step)
+    if not (drafts or is_slowed or batch.num_proposals):
+      self.credit.earn_steps(1)
+      self._num_plain += 1
+      if self._num_plain > _FIRST_NOTES:
+        if self._num_plain % _PLAIN_STEPS_A_NOTE:
+          return
+        num_steps = _PLAIN_STEPS_A_NOTE
+    num_drafted = len(drafts) - drafts.count(0)
+    if batch.token_ids.count(()) + num_drafted != len(batch.slots):  # a prompt is in it
+      return
+    if drafts or is_slowed or batch.num_proposals:
+      has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
+      self._charge_step(len(batch.slots), num_tokens, seconds, has_next)
+    # Without overlap, a plain step repeats; and with a constraint, it is planned alone in any case.
+    if is_slowed and (batch.num_proposals or not was_behind and (batch.masks or not self._overlap)):
+      return
+    tables = [self._alone_seconds, self._behind_seconds, self._slowed_seconds]
+    if self._has_model:
+      tables += [self._alone_proposing, self._behind_proposing]
+    table = tables.pop(2 if is_slowed and was_behind else was_behind + 3 * bool(batch.num_proposals))
+    factor = table.note_step(batch.device_tokens(self._computes_padding), seconds, num_steps)
+    for other in tables:
+      other.pass_steps(num_steps)
+      other.scale_all(factor)
+
+  def _charge_step(self, num_rows: int, num_tokens: int, seconds: float, has_next: bool) -> None:
+    base = (self._behind_seconds if has_next else self._alone_seconds).estimate_steps(num_rows, 0)[0]
+    if base != UNKNOWN:
+      self.credit.charge_step(seconds / base, num_tokens / num_rows)
+
+  # For traces.
+
+  def state(self) -> dict[str, Any]:
+    """Returns all state of later choices as plain JSON values; restore_state() is the inverse."""
+    tables = {name: table.state() for name, table in self._tables().items()}
+    return {
+      **tables,
+      "credit": self.credit.steps,
+      "num_plain": self._num_plain,
+      "slowed_steps": sorted(self._slowed_steps),
+    }
+
+  def restore_state(self, state: dict[str, Any]) -> None:
+    """Takes back what state() returned."""
+    for name, table in self._tables().items():
+      table.restore_state(state[name])
+    self.credit.steps = state["credit"]
+    self._num_plain, self._slowed_steps = state["num_plain"], set(state["slowed_steps"])
+
+  def _tables(self) -> dict[str, StepSeconds]:
+    tables = {"alone": self._alone_seconds, "behind": self._behind_seconds, "slowed": self._slowed_seconds}
+    if self._has_model:
+      tables |= {"alone_proposing": self._alone_proposing, "behind_proposing": self._behind_proposing}
+    return tables
