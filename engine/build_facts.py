@@ -40,6 +40,8 @@ class ModelFact:
     is_chosen: the user set max_model_len.
     lowered: why the default max_model_len is below own_length, a line; else "".
     is_random: the weights are random.
+    draft_name: name of the draft model beside it; "": none.
+    num_draft_parameters: of the draft model.
   """
 
   name: str
@@ -51,6 +53,8 @@ class ModelFact:
   is_chosen: bool
   lowered: str = ""
   is_random: bool = False
+  draft_name: str = ""
+  num_draft_parameters: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

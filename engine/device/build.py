@@ -427,6 +427,8 @@ def build_side(
       is_chosen=sizer.is_chosen,
       lowered="; ".join(reasons),
       is_random=options.random_weights,
+      draft_name="" if draft is None else draft.checkpoint.declared.name,
+      num_draft_parameters=0 if draft is None else draft.checkpoint.num_parameters,
     )
   )
   report_fact(

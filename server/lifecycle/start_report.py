@@ -202,6 +202,8 @@ def _model_text(fact: ModelFact) -> str:
   if fact.num_parameters:
     random = " random" if fact.is_random else ""
     text += f", {_count(fact.num_parameters)}{random} parameters ({_bytes(fact.num_bytes)})"
+  if fact.draft_name:
+    text += f"; draft model {fact.draft_name}, {_count(fact.num_draft_parameters)} parameters"
   text += f"; length {fact.max_model_len:,}"
   if fact.lowered:
     return f"{text} of the model's {fact.own_length:,}: {fact.lowered} (--max_model_len, --kv_cache_mb)"

@@ -8,7 +8,7 @@
 
 A replica is numbers, not tokens: rows, positions, blocks, cached keys. It plans steps by the scheduler's rules under
 fcfs, and skips over steps that repeat. tools.plan_fleet.check_agreement compares it with tools.simulate, which runs the
-scheduler itself, and so supports every policy and batching mode.
+scheduler itself, and so supports every policy and batching mode, and drafts.
 
 Step costs are a measured table (--costs, tools.simulate.measure_costs), or modelled from the data sheet of --device.
 Everything printed names which. Links between replicas and to host memory are as fast as the flags say. Steps take mean

@@ -19,6 +19,7 @@ SAMPLE_TRACE = str(ROOT / "benchmarks" / "traces" / "azure_conv_5000.csv")
 DEMO_COSTS = str(ROOT / "benchmarks" / "costs" / "demo_cpu.json")
 _VOCAB_SIZE = 2**31 - 1  # token ids do not matter
 _MAX_TOKENS = 8192  # of a modelled step
+_DRAFT_FLAGS = ("draft_acceptance", "draft_share", "draft_trace")  # of tools.simulate
 
 
 def parse_bool(text: str) -> bool:
@@ -78,6 +79,8 @@ def add_engine_flags(parser: CommandParser) -> None:
   group.add_argument("--token_budgets", type=positive_ints, help="as the server's flag")
   group.add_argument("--overlap", type=parse_bool, default=True, help="as the server's flag, without auto")
   group.add_argument("--prefix_cache_scope", choices=("global", "off"), default="global", help="as the server's flag")
+  for name in _DRAFT_FLAGS:
+    group.add_argument(f"--{name}", default="", help=argparse.SUPPRESS)
 
 
 def add_fleet_flags(parser: CommandParser) -> None:
@@ -151,6 +154,12 @@ def costs_from(args: Any, tp: int) -> StepCosts:
 
 def config_from(args: Any, costs: StepCosts) -> EngineConfig:
   """Returns the settings of one engine. Raises ConfigError."""
+  for name in _DRAFT_FLAGS:
+    if getattr(args, name):
+      raise ConfigError(
+        f"{name}={getattr(args, name):.200}: a planned fleet serves by counts, and so without drafts; leave out "
+        f"--{name}, or simulate with python -m tools.simulate"
+      )
   about = costs.about
   ladder = choose_ladder(
     str(about.get("ladder", "cpu")),

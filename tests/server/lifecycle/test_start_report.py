@@ -62,6 +62,11 @@ def changed(fact, **changes):
       "model     tiny in /models/tiny, 125M parameters (300 MiB); length 4,096 of the model's 8,192: 1 MiB hold 4 KV "
       "blocks of 16 (--max_model_len, --kv_cache_mb)",
     ),
+    (
+      changed(MODEL, max_model_len=8192, draft_name="small", num_draft_parameters=660_000),
+      "model     tiny in /models/tiny, 125M parameters (300 MiB); draft model small, 660K parameters; length 8,192, "
+      "the model's own",
+    ),
     (KV, "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length"),
     (
       changed(KV, num_host_blocks=2000, num_host_bytes=3 * 2**29),
