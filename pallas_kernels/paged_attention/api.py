@@ -29,7 +29,7 @@ IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
 # of different shapes.
 WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
 ACROSS_SHAPES = ("cpu",)
-INT8_KV = ("reference",)  # with buffers of int8, besides those of the layer's dtype
+INT8_KV = ("reference", "cpu")  # with buffers of int8, besides those of the layer's dtype
 # Best first. The CPU's second implementation supports everything that its first does, so "auto" may fall back to it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma

@@ -15,10 +15,14 @@ from pallas_kernels.paged_attention.plan import Geometry
 
 PREFERRED_BLOCK_SIZE = 16
 _MOST_HEAD_DIM, _MOST_GROUP = 256, 48  # kMostHeadDim, kMostQueries
+_INT8_MULTIPLE = 16  # kLanes, at most
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """Returns [P, K, 2, page * H]: for each page and head the keys as [H, page], then the values as [page, H]."""
+  """Returns [P, K, 2, page * H]: for each page and head the keys as [H, page], then the values as [page, H].
+
+  In a buffer of int8, head_dim is that of int8_kv.stored_size, and int8.h describes its pages.
+  """
   return (num_blocks, num_kv_heads, 2, block_size * head_dim)
 
 
@@ -31,6 +35,15 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
   if dtype not in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
     raise NotImplementedError(f"paged attention (cpu): dtype {dtype} is neither float32 nor bfloat16")
   native.load_library("paged_attention")
+
+
+def check_int8_kv(geometry: Geometry) -> None:
+  """See api.check_supported."""
+  for name, value in (("head_dim", geometry.head_dim), ("block_size", geometry.block_size)):
+    if value % _INT8_MULTIPLE:
+      raise NotImplementedError(
+        f"paged attention (cpu): {name}={value} with kv_dtype=int8 is no multiple of {_INT8_MULTIPLE}"
+      )
 
 
 def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_mapping):

@@ -53,23 +53,23 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
 
 
 @pytest.mark.parametrize(
-  ("case", "dtype", "quantization"),
+  ("case", "dtype", "quantization", "kv_dtype"),
   [
     # The kernels of the next, without its norms.
-    pytest.param("llama3", "float32", "none", marks=pytest.mark.long),
-    ("qwen3", "float32", "none"),
-    ("mistral", "bfloat16", "none"),
-    pytest.param("llama3", "float32", "int8", marks=pytest.mark.long),
-    ("llama3", "float32", "w8a8"),
-    ("gemma2", "bfloat16", "int4"),
+    pytest.param("llama3", "float32", "none", "auto", marks=pytest.mark.long),
+    ("qwen3", "float32", "none", "auto"),
+    ("mistral", "bfloat16", "none", "auto"),
+    pytest.param("llama3", "float32", "int8", "auto", marks=pytest.mark.long),
+    ("llama3", "float32", "w8a8", "int8"),
+    ("gemma2", "bfloat16", "int4", "int8"),
   ],
 )
-def test_same_bits(case: str, dtype: str, quantization: str, tmp_path) -> None:
+def test_same_bits(case: str, dtype: str, quantization: str, kv_dtype: str, tmp_path) -> None:
   for name in ("packed_matmul", "paged_attention"):
     native.build_library(name)
   folder = tmp_path / case
   write_model(folder, CASES[case][0] | {"num_hidden_layers": 2}, seed=1)
-  held = {"dtype": dtype, "quantization": quantization, "deterministic": True}
+  held = {"dtype": dtype, "quantization": quantization, "kv_dtype": kv_dtype, "deterministic": True}
   if quantization == "int4":
     held["quantization_group_size"] = 16  # divides the inputs of each layer
   alone = served(str(folder), 0, **held, token_budgets=(2, 128), max_num_seqs=2, prefill_chunk=128)

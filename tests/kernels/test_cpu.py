@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import native
-from pallas_kernels.paged_attention import api, arg_specs, cpu
+from pallas_kernels.paged_attention import api, arg_specs, cpu, int8_kv
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.plan import Geometry
 from pallas_kernels.paged_attention.reference import rotate
 from tests.kernels import conformance
+
+_CPUINFO = pathlib.Path("/proc/cpuinfo")
+_HAS_VNNI = native.level() == "x86-64-v4" and _CPUINFO.exists() and "avx512_vnni" in _CPUINFO.read_text()
 
 pytestmark = [
   pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's attention serves here"),
@@ -32,33 +35,53 @@ def built() -> None:
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
   """Stores keys and values in plain jnp, where the kernel looks for them."""
   head_dim = k.shape[2]
-  page = kv.shape[3] // head_dim
+  page = page_of(kv, head_dim)
   block, offset = slots[:, None, None] // page, slots[:, None, None] % page
   head = jnp.arange(kv.shape[1], dtype=jnp.int32)[None, :, None]
   lane = jnp.arange(head_dim, dtype=jnp.int32)[None, None, :]
+  if kv.dtype == jnp.int8:
+    quad, scale = lane // 4 * 4, page * head_dim + 2 * offset + jnp.arange(2, dtype=jnp.int32)[None, None, :]
+    places = quad * page + offset * 4 + lane - quad, offset // 4 * 4 * head_dim + lane * 4 + offset % 4
+    for which, line in enumerate(map(int8_kv.quantize, (k, v))):
+      numbers, bits = line[..., :-2], line[..., -2:]
+      kv = kv.at[block, head, which, places[which]].set(numbers if which else numbers ^ -128)
+      kv = kv.at[block, head, which, scale].set(bits)
+    return kv
   kv = kv.at[block, head, 0, lane * page + offset].set(k.astype(kv.dtype))
   return kv.at[block, head, 1, offset * head_dim + lane].set(v.astype(kv.dtype))
 
 
+def page_of(kv: jax.Array, head_dim: int) -> int:
+  """Positions of a page."""
+  return kv.shape[3] // int8_kv.stored_size(head_dim, kv.dtype)
+
+
 def attention_alone(q, kv, block_tables, kv_lens, query_starts, *, scale, sliding_window, soft_cap) -> jax.Array:
-  """`attend` with angles of 0, which stores again what the buffer holds at the queries' positions."""
+  """`attend` with angles of 0, which stores again what the buffer holds at the queries' positions.
+
+  In a buffer of int8 it stores into padding's block, as a line made from its own numbers may have another scale.
+  """
   tokens, num_heads, head_dim = q.shape
-  heads, page = kv.shape[1], kv.shape[3] // head_dim
+  heads, page = kv.shape[1], page_of(kv, head_dim)
   token = jnp.arange(tokens, dtype=jnp.int32)
   row = jnp.clip(jnp.searchsorted(query_starts, token, side="right") - 1, 0, kv_lens.shape[0] - 1)
   used = token < query_starts[-1]
   position = jnp.where(used, kv_lens[row] - query_starts[row + 1] + token, 0)
   block = jnp.where(used, block_tables.at[row, position // page].get(mode="clip"), 0)
-  keys, values = jnp.moveaxis(kv.at[block].get(mode="clip"), 2, 0)  # [T, K, page * H] each
-  at = (position % page)[:, None, None]
-  lane = jnp.broadcast_to(jnp.arange(head_dim, dtype=jnp.int32), (tokens, heads, head_dim))
-  stored = (jnp.take_along_axis(keys, lane * page + at, 2), jnp.take_along_axis(values, at * head_dim + lane, 2))
+  if kv.dtype == jnp.int8:
+    stored, slots = (jnp.zeros((tokens, heads, head_dim), q.dtype),) * 2, jnp.zeros_like(token)
+  else:
+    keys, values = jnp.moveaxis(kv.at[block].get(mode="clip"), 2, 0)  # [T, K, page * H] each
+    at = (position % page)[:, None, None]
+    lane = jnp.broadcast_to(jnp.arange(head_dim, dtype=jnp.int32), (tokens, heads, head_dim))
+    stored = (jnp.take_along_axis(keys, lane * page + at, 2), jnp.take_along_axis(values, at * head_dim + lane, 2))
+    slots = block * page + position % page
   qkv = jnp.concatenate([q.reshape(tokens, heads, -1, head_dim), *(x[:, :, None] for x in stored)], axis=2)
   geometry = Geometry(tokens, *block_tables.shape, page, num_heads, heads, head_dim, sliding_window)
   attention = PagedAttention("cpu", geometry, scale, soft_cap)
   one, zero = (jnp.full((tokens, head_dim // 2), x, jnp.float32) for x in (1, 0))
   meta = attention.meta(block_tables, kv_lens, query_starts)
-  return attention.attend(qkv, one, zero, kv, meta, block * page + position % page)[0]
+  return attention.attend(qkv, one, zero, kv, meta, slots)[0]
 
 
 ALONE = types.ModuleType("attention_alone")
@@ -79,9 +102,26 @@ class TestBfloat16(conformance.Conformance):
   test_write_is_in_place_when_donated = None
 
 
-def test_a_query_gives_the_same_bits_in_any_chunk() -> None:
+class TestInt8KV(conformance.Conformance):
+  """The kernel rounds queries and weights of values to 16 bits where it sums integers."""
+
+  implementation = ALONE
+  kv_dtype = "int8"
+  atol = 2e-4
+  test_write_keeps_the_rest_and_padding_touches_block_0_only = None
+  test_write_is_in_place_when_donated = None
+
+  @pytest.mark.parametrize(
+    "spec", [spec for spec in arg_specs.CONFORMANCE if spec.block_size % 16 == spec.head_dim % 16 == 0], ids=str
+  )
+  def test_equals_dense_attention(self, spec: ArgSpec) -> None:
+    super().test_equals_dense_attention(spec)
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "int8"], ids=["float32", "int8"])
+def test_a_query_gives_the_same_bits_in_any_chunk(kv_dtype: str) -> None:
   """More than the suite checks: the sums of a query do not depend on the number of others in the step."""
-  spec = ArgSpec("whole", ((150, 150),), 160, 2)
+  spec = ArgSpec("whole", ((150, 150),), 160, 2, kv_dtype=kv_dtype)
   arguments = arg_specs.make_arguments(spec)
   inputs = conformance.operands(ALONE, spec, arguments)
   whole, done = conformance.run(ALONE, spec, *inputs), 0
@@ -126,6 +166,21 @@ def _inputs(spec: ArgSpec):
   rows = (arguments.block_tables, arguments.kv_lens, arguments.query_starts)
   qkv, cos, sin, slots = map(conformance.put, (qkv, np.cos(angle), np.sin(angle), slots))
   return (qkv, cos, sin, kv, *map(conformance.put, rows), slots), arguments
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_is_stored_as_the_reference_stores_it(dtype: str) -> None:
+  """Bit for bit, over larger numbers that were in the slots; a number that is not finite spoils its line alone."""
+  spec = ArgSpec("int8", ((1, 40), (7, 7), (20, 90)), 40, 8, dtype=dtype, kv_dtype="int8", num_heads=4)
+  (qkv, cos, sin, _, *rows, slots), arguments = _inputs(dataclasses.replace(spec, kv_dtype=""))
+  qkv = qkv.at[3, 0, -2, 5].set(jnp.nan).at[4, 1, -1, 6].set(-jnp.inf).at[5, 1, -2:].set(0.0)
+  cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)  # no rotation, whose rounding depends on the compiler
+  empty = conformance.put(conformance.empty_buffer(cpu, spec, arguments.num_blocks))
+  used = int(arguments.query_starts[-1])
+  before = conformance.jitted(write_kv)(empty, *(100 * qkv[:used, :, which] for which in (-2, -1)), slots[:used])
+  _, written = _fused(spec, donate=False)(qkv, cos, sin, before, *rows, slots)
+  wanted = conformance.jitted(write_kv)(empty, *(qkv[:used, :, which] for which in (-2, -1)), slots[:used])
+  np.testing.assert_array_equal(written, wanted)
 
 
 def _fused(spec: ArgSpec, donate: bool = True):
@@ -291,6 +346,20 @@ _BUGS = {
 }
 
 
+_INT8_BUGS = {
+  "scale_of_another_head": (
+    "key_scales[j] = int8::scales_at(at,",
+    "key_scales[j] = int8::scales_at(at + (pages.head ? -2 : 2) * pages.half,",
+  ),
+  "scales_of_keys_for_values": (
+    "value_scales[j] = int8::scales_at(at,",
+    "value_scales[j] = int8::scales_at(at - pages.half,",
+  ),
+  "quads_of_another_page": ("+ i * int8::kQuad) * H;", "+ (i ? i - 1 : i) * int8::kQuad) * H;"),
+  "last_quad_left_out": ("(count + int8::kQuad - 1) / int8::kQuad", "count / int8::kQuad"),
+}
+
+
 def _checks() -> None:
   check_fused(_FUSED[0])
   check_fused(_FUSED[2])
@@ -308,3 +377,22 @@ def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
 
 def test_without_a_bug_the_same_checks_pass() -> None:
   _checks()
+
+
+def _check_int8() -> None:
+  spec = ArgSpec("bugs", ((1, 70), (1, 200), (20, 90)), 24, 3, kv_dtype="int8")
+  conformance.check(ALONE, spec, atol=TestInt8KV.atol)
+
+
+@pytest.mark.skipif(not _HAS_VNNI, reason="no VNNI: the other path serves")
+@pytest.mark.parametrize(
+  "name", ["scale_of_another_head", *(pytest.param(name, marks=pytest.mark.long) for name in list(_INT8_BUGS)[1:])]
+)
+def test_seeded_bug_of_int8_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  with_bug("paged_attention", _INT8_BUGS[name])
+  with pytest.raises(AssertionError):
+    _check_int8()
+
+
+def test_without_a_bug_int8_passes_the_same_check() -> None:
+  _check_int8()

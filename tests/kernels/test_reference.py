@@ -24,6 +24,7 @@ class TestReference(conformance.Conformance):
   implementation = reference
 
 
+@pytest.mark.long
 class TestInt8KV(conformance.Conformance):
   implementation = reference
   kv_dtype = "int8"
