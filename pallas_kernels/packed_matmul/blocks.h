@@ -9,17 +9,17 @@
 namespace sluice {
 
 constexpr int kColumns = 32;
-constexpr int64_t kNear = 3 << 10;  // bytes that a tile prefetches ahead in its own stream
-constexpr int64_t kPiece = 16;      // rows that one piece of work prepares
+constexpr int64_t kPiece = 16;  // most rows that one piece of work prepares
 
 // What the tiles of a block prefetch.
 struct Ahead {
-  bool near;             // their own stream, kNear ahead
+  bool near;             // their own stream, a little ahead
   const char* far;       // or this many cache lines from here, spread evenly over the terms of the sums
   int64_t lines, terms;
   int64_t due = 0;
 
-  // Called for every term, with the bytes of the tile's own stream there.
+  // Called for every term, with the bytes of the tile's own stream there. kNear: bytes ahead.
+  template <int64_t kNear>
   inline __attribute__((always_inline)) void prefetch(const void* own, int64_t bytes) {
     if (near)
       for (int64_t i = 0; i < bytes; i += kLine)
@@ -53,7 +53,8 @@ inline int64_t dealt(int64_t i, int64_t pieces, int64_t lanes) {
 template <typename Prepare, typename Product>
 void spread_blocks(ffi::ThreadPool& threads, int64_t M, int64_t blocks, int64_t tile_rows, bool prepares, bool worth_it,
                    const Prepare& prepare, const Product& product) {
-  const auto prepare_piece = [=](int64_t piece) { prepare(piece * kPiece, std::min(M, (piece + 1) * kPiece)); };
+  const int64_t some = std::clamp<int64_t>(M / (2 * spread_over(threads, M, worth_it)), 1, kPiece);
+  const auto prepare_piece = [=](int64_t i) { prepare(i * some, std::min(M, (i + 1) * some)); };
   // Runs of adjacent blocks, short enough that threads finish together. If there are few blocks and many rows, parts of
   // the rows share a block.
   const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
@@ -65,7 +66,7 @@ void spread_blocks(ffi::ThreadPool& threads, int64_t M, int64_t blocks, int64_t 
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
     for (int64_t block = piece / parts * run; block < stop; ++block) product(block, begin, count);
   };
-  spread(threads, prepares ? (M + kPiece - 1) / kPiece : 0, prepare_piece, pieces, multiply_piece, worth_it);
+  spread(threads, prepares ? (M + some - 1) / some : 0, prepare_piece, pieces, multiply_piece, worth_it);
 }
 
 }  // namespace sluice

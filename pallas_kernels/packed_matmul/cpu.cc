@@ -45,7 +45,7 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   for (int64_t k = 0; k < D; ++k, w += kColumns) {
-    ahead.prefetch(w, kColumns * sizeof(W));
+    ahead.prefetch<3 << 10>(w, kColumns * sizeof(W));
     Vec row[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) row[j] = load(w + j * kLanes);

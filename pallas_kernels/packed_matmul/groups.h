@@ -97,6 +97,7 @@ inline IntVec load_ints(const void* from) {
   return v;
 }
 inline IntVec all_ints(int32_t x) { return IntVec{} + x; }
+inline Vec every(float x) { return x - Vec{}; }  // like `all`, without an addition: x - 0 is x, but -0 + 0 is not -0
 
 // A way to multiply: a row's integers in memory, and a step that adds, for each of kLanes columns, the products of four
 // inputs. `codes` holds a byte for each of the four in every lane.
@@ -104,7 +105,7 @@ inline IntVec all_ints(int32_t x) { return IntVec{} + x; }
 // Bytes in their order, for vpdpbusd: unsigned codes times signed values, summed in 32 bits without saturation.
 struct Vnni {
   using Value = int8_t;
-  static constexpr int kRows = 12, kVectors = 2;
+  static constexpr int kRows = 6, kVectors = 2;  // with the sums of chunks and of rows in registers
   static bool available() {
     static const bool is = __builtin_cpu_supports("avx512vnni") != 0;
     return is;
@@ -119,11 +120,8 @@ struct Vnni {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(values));
     return sums;
   }
-  static void place(const int32_t* from, int64_t count, Value* to) {
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), _mm512_cvtepi32_epi8((__m512i)load_ints(from + k)));
-    for (; k < count; ++k) to[k] = static_cast<Value>(from[k]);
+  static inline __attribute__((always_inline)) void place(IntVec values, Value* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)values));
   }
 };
 #endif
@@ -132,7 +130,7 @@ struct Vnni {
 // and a pair times the odd ones.
 struct Pairs {
   using Value = int16_t;
-  static constexpr int kRows = kRegisters == 32 ? 10 : 4, kVectors = 2;
+  static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2;
   static inline __attribute__((always_inline)) IntVec multiply(IntVec codes, const Value* pair) {
 #if defined(__AVX512BW__) || defined(__AVX2__)
     int32_t bits;
@@ -151,13 +149,14 @@ struct Pairs {
     const IntVec even = codes & 0x00ff00ff, odd = (codes >> 8) & 0x00ff00ff;
     return sums + multiply(even, values) + multiply(odd, values + 2);
   }
-  static void place(const int32_t* from, int64_t count, Value* to) {  // count: a multiple of 4
-    for (int64_t k = 0; k < count; k += 4) {
-      to[k] = static_cast<Value>(from[k]);
-      to[k + 1] = static_cast<Value>(from[k + 2]);
-      to[k + 2] = static_cast<Value>(from[k + 1]);
-      to[k + 3] = static_cast<Value>(from[k + 3]);
-    }
+  static inline __attribute__((always_inline)) void place(IntVec values, Value* to) {
+#if defined(__AVX512BW__)
+    const __m512i order = _mm512_shuffle_epi32((__m512i)values, static_cast<_MM_PERM_ENUM>(_MM_SHUFFLE(3, 1, 2, 0)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(order));
+#else
+    for (int i = 0; i < kLanes; i += 4)
+      for (int k = 0; k < 4; ++k) to[i + k] = static_cast<Value>(values[i + (k == 1 ? 2 : k == 2 ? 1 : k)]);
+#endif
   }
 };
 
@@ -167,50 +166,49 @@ constexpr int32_t kMagicBits = 0x4b400000;
 constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 constexpr int32_t kSmallest = 0x0d800000;  // 2^-100: a chunk below it counts as 0, or its inverse would be infinite
 
-// Quantizes `count` <= 128 numbers, a multiple of 4 or to be padded to one with zeros.
+// Quantizes `count` numbers of a chunk; `to` has space for `whole` values, and those beyond `count` become 0.
 template <typename Way>
-void quantize_chunk(const float* x, int64_t count, int32_t zero, typename Way::Value* to, Chunk& chunk) {
-  int32_t made[kLargestChunk];
+void quantize_chunk(const float* x, int64_t count, int64_t whole, int32_t zero, typename Way::Value* to, Chunk& chunk) {
+  // Calls work(vector at k, k), with zeros beyond `count` in the last vector.
+  const auto each_vector = [=](const auto& work) __attribute__((always_inline)) {
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) work(load(x + k), k);
+    if (k < count) {
+      float last[kLanes] = {};
+      std::memcpy(last, x + k, static_cast<size_t>(count - k) * sizeof(float));
+      work(load(last), k);
+    }
+  };
   IntVec most{};
-  int64_t k = 0;
-  for (; k + kLanes <= count; k += kLanes) {
-    const IntVec bits = load_ints(x + k) & kMagnitude;
+  each_vector([&](Vec v, int64_t) {
+    const IntVec bits = load_ints(&v) & kMagnitude;
     most = bits > most ? bits : most;
-  }
+  });
   int32_t greatest = 0;
   for (int i = 0; i < kLanes; ++i) greatest = std::max(greatest, most[i]);
-  for (; k < count; ++k) {
-    int32_t bits;
-    std::memcpy(&bits, x + k, sizeof bits);
-    greatest = std::max(greatest, bits & kMagnitude);
-  }
-  const int64_t whole = (count + 3) / 4 * 4;
-  if (greatest >= kInfinity || greatest < kSmallest) {  // of a number that is not finite, all outputs are NaN
+  if (greatest >= kInfinity || greatest < kSmallest) {
     std::memset(to, 0, static_cast<size_t>(whole) * sizeof *to);
-    chunk = {greatest < kSmallest ? 0.0f : std::nanf(""), 0.0f, 0};
-    chunk.sum = chunk.factor;
+    const float factor = greatest < kSmallest ? 0.0f : std::nanf("");  // NaN reaches all of the row's outputs
+    chunk = {factor, factor, 0};
     return;
   }
   float magnitude;
   std::memcpy(&magnitude, &greatest, sizeof magnitude);
   const float inverse = 127.0f / magnitude;
   IntVec sums{};
-  for (k = 0; k + kLanes <= count; k += kLanes) {
-    const Vec shifted = fused(load(x + k), all(inverse), all(kMagic));
+  each_vector([&](Vec v, int64_t k) {
+    const Vec shifted = fused(v, every(inverse), every(kMagic));
     const IntVec values = load_ints(&shifted) - kMagicBits;
-    std::memcpy(made + k, &values, sizeof values);
     sums += values;
-  }
+    if (k + kLanes <= whole) return Way::place(values, to + k);
+    typename Way::Value last[kLanes];
+    Way::place(values, last);
+    std::memcpy(to + k, last, static_cast<size_t>(whole - k) * sizeof *to);
+  });
+  const int64_t done = (count + kLanes - 1) / kLanes * kLanes;
+  if (done < whole) std::memset(to + done, 0, static_cast<size_t>(whole - done) * sizeof *to);
   int32_t sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += sums[i];
-  for (; k < count; ++k) {
-    const float shifted = fused(x[k], inverse, kMagic);
-    int32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    sum += made[k] = bits - kMagicBits;
-  }
-  for (; k < whole; ++k) made[k] = 0;
-  Way::place(made, whole, to);
   chunk.factor = magnitude / 127.0f;
   chunk.sum = chunk.factor * static_cast<float>(sum);
   chunk.start = -zero * sum;
@@ -222,9 +220,7 @@ void quantize_row(const float* x, const Cut& cut, int32_t zero, typename Way::Va
     for (int64_t c = 0; c < cut.num_chunks; ++c, ++chunks) {
       const int64_t begin = g * cut.group + c * cut.chunk, end = std::min(begin + cut.chunk, (g + 1) * cut.group);
       const int64_t count = std::clamp<int64_t>(cut.inputs - begin, 0, end - begin);
-      quantize_chunk<Way>(x + begin, count, zero, to + begin, *chunks);
-      const int64_t whole = (count + 3) / 4 * 4;
-      if (end > begin + whole) std::memset(to + begin + whole, 0, static_cast<size_t>(end - begin - whole) * sizeof *to);
+      quantize_chunk<Way>(x + begin, count, end - begin, zero, to + begin, *chunks);
     }
   }
 }
@@ -254,6 +250,8 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   const Chunk* chunk = rows.chunks;
   for (int64_t g = 0; g < cut.num_groups; ++g, scales += kColumns) {
+    __builtin_prefetch(scales + 4 * kColumns, 0, 2);
+    if (offsets) __builtin_prefetch(offsets + 4 * kColumns, 0, 2);
     for (int64_t begin = 0; begin < cut.group; begin += cut.chunk, ++chunk) {
       IntVec dots[R][V];
 #pragma GCC unroll 16
@@ -262,7 +260,7 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
         for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m * rows.num_chunks].start);
       const int64_t steps = std::min(cut.chunk, cut.group - begin) / kStep;
       for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
-        ahead.prefetch(w, kBytes);
+        ahead.prefetch<kBits == 4 ? 2 << 10 : 3 << 10>(w, kBytes);
         IntVec low[V], high[V];
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) {
@@ -282,18 +280,28 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
           }
         }
       }
-#pragma GCC unroll 16
-      for (int m = 0; m < R; ++m)
+      const auto add_dots = [&](auto has_offsets) __attribute__((always_inline)) {
+        Vec scale[V], offset[V];
 #pragma GCC unroll 8
-        for (int j = 0; j < V; ++j)
-          sums[m][j] = fused(all(chunk[m * rows.num_chunks].factor),
-                             __builtin_convertvector(dots[m][j], Vec) * load_value(scales + j * kLanes), sums[m][j]);
+        for (int j = 0; j < V; ++j) {
+          scale[j] = load_value(scales + j * kLanes);
+          offset[j] = has_offsets ? load_value(offsets + j * kLanes) : Vec{};
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < R; ++m) {
+          const Chunk& own = chunk[m * rows.num_chunks];
+#pragma GCC unroll 8
+          for (int j = 0; j < V; ++j) {
+            const Vec dot = __builtin_convertvector(dots[m][j], Vec);
+            sums[m][j] = fused(every(own.factor), dot * scale[j], sums[m][j]);
+            if (has_offsets) sums[m][j] = fused(every(own.sum), offset[j], sums[m][j]);
+          }
+        }
+      };
       if (offsets) {
-#pragma GCC unroll 16
-        for (int m = 0; m < R; ++m)
-#pragma GCC unroll 8
-          for (int j = 0; j < V; ++j)
-            sums[m][j] = fused(all(chunk[m * rows.num_chunks].sum), load_value(offsets + j * kLanes), sums[m][j]);
+        add_dots(std::true_type());
+      } else {
+        add_dots(std::false_type());
       }
     }
     if (offsets) offsets += kColumns;
@@ -325,7 +333,33 @@ template <typename S>
 struct Weight {
   const uint8_t* codes;
   const S *scales, *offsets;
+
+  Weight at_block(int64_t block, int64_t bytes, int64_t num_values) const {
+    return {codes + block * bytes, scales + block * num_values, offsets ? offsets + block * num_values : nullptr};
+  }
 };
+
+// Multiplies `count` rows by one block of columns, of which `columns` are in use. y, residual: of the first row, with N
+// numbers from row to row.
+template <typename Way, int kBits, typename S, typename O>
+void multiply_block(const Rows<Way>& rows, int64_t count, const Cut& cut, const Weight<S>& block, int64_t columns,
+                    const O* residual, O* y, int64_t N) {
+  // Tiles of even size: 16 rows become 8 and 8, not 12 and 4.
+  const int64_t tiles = (count + Way::kRows - 1) / Way::kRows, of_tile = (count + tiles - 1) / tiles;
+  const int64_t bytes = cut.padded() * kColumns * kBits / 8;
+  const int64_t steps = cut.padded() / (kBits == 4 ? 8 : 4) * kColumns / (Way::kVectors * kLanes);
+  Ahead ahead{tiles == 1, reinterpret_cast<const char*>(block.codes + bytes), tiles == 1 ? 0 : bytes / kLine,
+              tiles * steps};
+  float result[Way::kRows][kColumns];
+  for (int64_t first = 0; first < count; first += of_tile) {
+    const int some = static_cast<int>(std::min(of_tile, count - first));
+    multiply_tiles<Way, kBits, S>(some, rows.from(first), cut, block.codes, block.scales, block.offsets, result, ahead);
+    for (int i = 0; i < some; ++i) {
+      const int64_t at = (first + i) * N;
+      finish<O>(result[i], columns, nullptr, residual ? residual + at : nullptr, y + at);
+    }
+  }
+}
 
 template <typename Way, int kBits, typename X, typename S, typename O>
 void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Cut& cut, const X* norm, float epsilon, bool gated,
@@ -352,26 +386,11 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Cut& cut, c
     }
   };
   const auto product = [=](int64_t block, int64_t begin, int64_t count) {
-    const int64_t bytes = cut.padded() * kColumns * kBits / 8, first = block * kColumns;
-    const int64_t columns = std::min<int64_t>(kColumns, N - first), values_of = cut.num_groups * kColumns;
-    const uint8_t* codes = weight.codes + block * bytes;
-    const S* scales = weight.scales + block * values_of;
-    const S* offsets = weight.offsets ? weight.offsets + block * values_of : nullptr;
-    // Tiles of even size: 16 rows become 8 and 8, not 12 and 4.
-    const int64_t tiles = (count + Way::kRows - 1) / Way::kRows, of_tile = (count + tiles - 1) / tiles;
-    const int64_t steps = cut.padded() / (kBits == 4 ? 8 : 4) * kColumns / (Way::kVectors * kLanes);
-    Ahead ahead{tiles == 1, reinterpret_cast<const char*>(codes + bytes), tiles == 1 ? 0 : bytes / kLine,
-                tiles * steps};
-    float result[Way::kRows][kColumns];
-    for (int64_t m = begin; m < begin + count; m += of_tile) {
-      const int some = static_cast<int>(std::min(of_tile, begin + count - m));
-      const Rows<Way> rows = Rows<Way>{values, stride, chunks, cut.chunks()}.from(m);
-      multiply_tiles<Way, kBits, S>(some, rows, cut, codes, scales, offsets, result, ahead);
-      for (int i = 0; i < some; ++i) {
-        const int64_t at = (m + i) * N + first;
-        finish<O>(result[i], columns, nullptr, residual ? residual + at : nullptr, y + at);
-      }
-    }
+    const int64_t bytes = cut.padded() * kColumns * kBits / 8, at = begin * N + block * kColumns;
+    multiply_block<Way, kBits, S, O>(Rows<Way>{values, stride, chunks, cut.chunks()}.from(begin), count, cut,
+                                     weight.at_block(block, bytes, cut.num_groups * kColumns),
+                                     std::min<int64_t>(kColumns, N - block * kColumns),
+                                     residual ? residual + at : nullptr, y + at, N);
   };
   spread_blocks(threads, M, blocks, Way::kRows, true, worth_it, prepare, product);
 }

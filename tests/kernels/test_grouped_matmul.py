@@ -261,7 +261,7 @@ def test_a_processor_without_vnni_gives_the_same_bits(with_bug: Callable[..., No
 _BUGS = {
   "zero_left_out": ("chunk.start = -zero * sum;", "chunk.start = 0;"),
   "sum_without_factor": ("chunk.factor * static_cast<float>(sum);", "static_cast<float>(sum);"),
-  "factor_of_another_row": ("all(chunk[m * rows.num_chunks].factor)", "all(chunk->factor)"),
+  "factor_of_another_row": ("every(own.factor)", "every(chunk->factor)"),
   "start_of_another_row": ("all_ints(chunk[m * rows.num_chunks].start)", "all_ints(chunk->start)"),
   "scales_of_the_first_group": ("++g, scales += kColumns)", "++g)"),
   "offsets_of_the_first_group": ("if (offsets) offsets += kColumns;", ""),
@@ -269,7 +269,7 @@ _BUGS = {
   "upper_halves_left_out": ("dots[m][j] = Way::add(dots[m][j], high[j], next);", ";"),
   "last_chunk_too_long": ("std::min(cut.chunk, cut.group - begin) / kStep", "cut.chunk / kStep"),
   "inverse_of_another_factor": ("inverse = 127.0f / magnitude", "inverse = 126.0f / magnitude"),
-  "wrong_block_of_scales": ("weight.scales + block * values_of", "weight.scales"),
+  "wrong_block_of_scales": ("scales + block * num_values, offsets ?", "scales, offsets ?"),
   "upper_half_packed_from_the_lower": ("codes[(i + 4) % kStep] << 4", "codes[i] << 4"),
 }
 
