@@ -5,7 +5,8 @@
 The program multiplies a step's matrices one after the other: those of every layer, each with its own weights as in a
 model, and the head. Each matrix takes the previous one's output. There is no attention and no norm. The kernels are
 XLA's dot and, if it is built, the packed kernel (pallas_kernels/packed_matmul): in f32, in f32 in the order that
---deterministic needs, and as int8. The tool compares each figure with the ceilings just before and just after it
+--deterministic needs, with int8 weights (int8), with rows in 8 bits too (w8a8), and with those and weights of 4 bits in
+groups of 32 (int4). The tool compares each figure with the ceilings just before and just after it
 (tools/bench/ceilings.py). `of rate` is operations a second over a square matmul's in f32, and `of read` is bytes of
 weights a second over the read bandwidth of all cores.
 """
@@ -24,6 +25,7 @@ import numpy as np
 
 from engine.errors import ConfigError, EngineError
 from models.config import ModelConfig
+from models.grouped_weight import quantize_by_group
 from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
@@ -60,12 +62,21 @@ def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
   return _packed(np.asarray(values)), scales
 
 
+def _grouped(weight: np.ndarray, bits: int, group: int) -> tuple[jax.Array, jax.Array]:
+  made = quantize_by_group(weight, 1, bits, group)
+  return jax.device_put(api.pack_codes(made.codes, bits)), jax.device_put(api.pack_group_values(made.scales))
+
+
+def _multiply_grouped(bits: int, x: jax.Array, held: tuple[jax.Array, jax.Array], outputs: int) -> jax.Array:
+  return api.grouped_matmul(x, *held, outputs, bits=bits)
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
-  """A way to store a weight [inputs, outputs], its bytes a value, and its product with x."""
+  """A way to store a weight [inputs, outputs], its bytes a value with scales of groups, and its product with x."""
 
   hold: Callable[[np.ndarray], Any]
-  itemsize: int
+  itemsize: float
   multiply: Callable[[jax.Array, Any, int], jax.Array]
 
 
@@ -74,6 +85,8 @@ WAYS = {
   "packed": Way(_packed, 4, api.matmul),
   "ordered": Way(_packed, 4, functools.partial(api.matmul, ordered=True)),
   "int8": Way(_int8, 1, lambda x, held, outputs: api.matmul(x, held[0], outputs, scales=held[1])),
+  "w8a8": Way(lambda weight: _grouped(weight, 8, len(weight)), 1, functools.partial(_multiply_grouped, 8)),
+  "int4": Way(lambda weight: _grouped(weight, 4, 32), 0.5 + 2 / 32, functools.partial(_multiply_grouped, 4)),
 }
 
 
