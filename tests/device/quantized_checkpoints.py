@@ -242,16 +242,16 @@ def write_gguf_pair(root: pathlib.Path, raw: dict[str, Any], types: Callable[[st
     value = random_tensor(config, piece.name, piece.shape, seed)
     kind = types(piece.name) if len(piece.shape) == 2 else "F32"
     stored = gguf.GGMLQuantizationType[kind]
-    data = random_blocks(rng, kind, *piece.shape) if "K" in kind else gguf.quantize(value, stored)
-    value = gguf.dequantize(data, stored).reshape(piece.shape).astype(np.float32)
+    rows = np.arange(piece.shape[0])
     if architecture == "llama" and ("q_proj" in piece.name or "k_proj" in piece.name):
-      heads = config.num_heads if "q_proj" in piece.name else config.num_kv_heads
-      half = piece.shape[0] // heads // 2
       # Row 2 j + i of a head in GGUF is row i * half + j of Hugging Face.
-      value = np.concatenate(
-        [rows[np.arange(2 * half).reshape(half, 2).T.reshape(-1)] for rows in np.split(value, heads)]
-      )
-    exact[piece.name] = np.ascontiguousarray(value)
+      heads = config.num_heads if "q_proj" in piece.name else config.num_kv_heads
+      half = len(rows) // heads // 2
+      rows = np.array([head * 2 * half + i * half + j for head in range(heads) for j in range(half) for i in (0, 1)])
+    data = random_blocks(rng, kind, *piece.shape) if "K" in kind else gguf.quantize(value[rows], stored)
+    value = np.empty(piece.shape, np.float32)
+    value[rows] = gguf.dequantize(data, stored).reshape(piece.shape)
+    exact[piece.name] = value
     writer.add_tensor(gguf_name(piece.name), data, raw_dtype=stored)
   writer.write_header_to_file()
   writer.write_kv_data_to_file()

@@ -169,7 +169,9 @@ def test_a_bias_of_zeros_is_no_bias(pristine, tmp_path):
 
 
 def test_conversion_is_refused(pristine, tmp_path):
-  with pytest.raises(ConfigError, match=r"holds quantized weights \(awq, 4 bits by 64\).*serve the folder as it is"):
+  with pytest.raises(
+    ConfigError, match=r"holds quantized weights \(4-bit awq \(groups of 64\)\).*serve the folder as it is"
+  ):
     lossless_dtype(pristine["awq"])
   with pytest.raises(ConfigError, match="holds quantized weights"):
     convert(pristine["awq"], tmp_path / "out", "float32")

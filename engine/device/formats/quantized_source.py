@@ -29,7 +29,7 @@ class QuantizedSource:
   """The quantized parameters of a model folder, which are not read yet.
 
   Attributes:
-    label: names the form, such as "awq, 4 bits by 128".
+    label: names the form, such as "4-bit awq (groups of 128)".
     forms: the form of each parameter that `read` returns as GroupedWeight, by stored name.
     reads: the names that `read` takes: those of `forms`, and parameters that hold a quantized tensor but are plain.
     parts: names of the stored tensors that belong to quantized matrices.
@@ -149,14 +149,14 @@ def _joint_form(tensors: list[QuantizedTensor]) -> MatrixForm:
 
 
 def _label(kind: str, quantized: Mapping[str, QuantizedTensor]) -> str:
-  """Returns the format's name and the form of most matrices."""
+  """Returns the bits and groups of most matrices and the format's name."""
   forms = Counter(
     (tensor.bits, 0 if tensor.group == tensor.shape[1] else tensor.group) for tensor in quantized.values()
   )
   if not forms:
     return kind
   (bits, group), _ = forms.most_common(1)[0]
-  return f"{kind}, {bits} bits by {group or 'output'}"
+  return f"{bits}-bit {kind}{f' (groups of {group})' if group else ''}"
 
 
 def open_quantized(
