@@ -30,7 +30,6 @@ from engine.model_folder import INDEX, SINGLE, check_model_folder, find_gguf, le
 from models.config import ModelConfig
 from models.families.keys import unknown_keys
 from models.families.tensor_map import Piece
-from models.grouped_weight import GroupedWeight
 from models.linear import arranger, stored_name
 from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
 from models.split import ModelSplit
@@ -214,7 +213,7 @@ def open_checkpoint(
     else:
       made = arranged(_map_safetensors(stored, config, others, num_read.append))
     if source is not None:
-      values = ((name, _given(source, name, plain[name].dtype)) for name in wanted if name in given)
+      values = ((name, source.read(name, plain[name].dtype)) for name in wanted if name in given)
       placed = arrange_on_devices(values, wanted, kept, arrange) if by_share else arranged(values)
       made = itertools.chain(placed, made)
     held: dict[str, jax.Array] = {}
@@ -231,11 +230,6 @@ def open_checkpoint(
   num_parameters = sum(leaf.size for leaf in plain.values())
   label = "" if source is None else source.label
   return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load, label)
-
-
-def _given(source: QuantizedSource, name: str, dtype: np.dtype) -> np.ndarray | GroupedWeight:
-  value = source.read(name)
-  return value if isinstance(value, GroupedWeight) else np.asarray(value, dtype)
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:

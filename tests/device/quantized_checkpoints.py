@@ -8,6 +8,7 @@ import json
 import pathlib
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -101,6 +102,20 @@ def int8_layer(weight: np.ndarray):
   return {"weight": (codes - 128).astype(np.int8), "weight_scale": scales}, exact
 
 
+def fp8_blocks(weight: np.ndarray):
+  """Blocks, of which the last ones have fewer rows."""
+  rows, columns = 96, 128
+  scales = np.empty((-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)), np.float32)
+  values = np.empty(weight.shape, ml_dtypes.float8_e4m3fn)
+  exact = np.empty(weight.shape, np.float32)
+  for row, column in np.ndindex(scales.shape):
+    block = slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns)
+    scales[row, column] = np.abs(weight[block]).max() / 448
+    values[block] = (weight[block] / scales[row, column]).astype(values.dtype)
+    exact[block] = values[block].astype(np.float32) * scales[row, column]
+  return {"weight": values, "weight_scale_inv": scales}, exact
+
+
 def compressed_config(stored: str, *weights: dict[str, Any], **more: Any) -> dict[str, Any]:
   groups = {f"group_{n}": {"targets": ["Linear"], "weights": each, **more} for n, each in enumerate(weights)}
   return {"quant_method": "compressed-tensors", "format": stored, "config_groups": groups}
@@ -134,6 +149,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Layer]] = {
       compressed_layer(weight, 8, 128) if weight.shape[0] == 256 else compressed_layer(weight, 4, 64, True)
     ),
   ),
+  "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [96, 128]}, fp8_blocks),
   "w8a8": (
     compressed_config(
       "int-quantized",

@@ -11,10 +11,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from engine.device.formats.gguf_file import read_gguf_header
 from engine.device.mesh import make_mesh
+from engine.device.safetensors_file import read_header
 from engine.device.weights import open_checkpoint
 from engine.errors import CheckpointError, ConfigError
 from tests.device.quantized_checkpoints import FORMATS, RAW, write_gguf_pair, write_pair
@@ -26,7 +27,9 @@ LAYER = "model.layers.1.mlp.up_proj"
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> dict[str, pathlib.Path]:
   root = tmp_path_factory.mktemp("quantized")
-  return {name: write_pair(root / name, RAW, *FORMATS[name])[0] for name in ("awq", "gptq", "int4 zeros", "w8a8")}
+  return {
+    name: write_pair(root / name, RAW, *FORMATS[name])[0] for name in ("awq", "gptq", "int4 zeros", "w8a8", "fp8")
+  }
 
 
 def open_folder(folder: pathlib.Path):
@@ -69,6 +72,10 @@ SETTINGS = [
     "holds zero points, but quantization_config says symmetric=true",
   ),
   ("w8a8", {"config_groups": {"a": {"weights": {"num_bits": 8, "actorder": "group"}}}}, "act-order"),
+  ("fp8", {"weight_block_size": [0, 128]}, r"weight_block_size=\[0, 128\] must be null or two positive integers"),
+  ("fp8", {"weight_block_size": [128, 128]}, r"weight_scale_inv has shape \[\d, 2\], but fp8 of a layer"),
+  ("fp8", {"weight_block_size": None}, r"weight_scale_inv has shape \[\d, 2\], but fp8 of .* requires \[256, 1\] or"),
+  ("fp8", {"activation_scheme": "block"}, "activation_scheme='block' is not supported"),
   *(
     ("awq", {"quant_method": method}, f"quant_method={method!r} is not supported; supported is awq, gptq, compressed")
     for method in ("bitsandbytes", "hqq", "aqlm", "quark", None)
@@ -91,6 +98,10 @@ def test_settings_that_are_not_supported(pristine, tmp_path, name, changes, said
 Tensors = dict[str, np.ndarray]
 
 
+def read_tensors(file: pathlib.Path) -> Tensors:
+  return {name: np.array(tensor.map()) for name, tensor in read_header(file).items()}
+
+
 def without(suffix: str) -> Callable[[Tensors], object]:
   return lambda tensors: tensors.pop(f"{LAYER}.{suffix}")
 
@@ -101,7 +112,7 @@ def changed(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable
 
 def with_value(value: float) -> Callable[[np.ndarray], np.ndarray]:
   def change(scales: np.ndarray) -> np.ndarray:
-    scales[1, 2] = value
+    scales[1, 1] = value
     return scales
 
   return change
@@ -143,6 +154,8 @@ FILES = [
   ("w8a8", without("weight_scale"), r"weight_scale of shape \[512, 1\] is missing from the compressed-tensors check"),
   ("w8a8", without("weight"), r"up_proj\.weight of shape \[512, 256\] is missing from the compressed-tensors"),
   ("w8a8", changed("weight", lambda values: values.astype(ml_dtypes.float8_e5m2)), "has dtype F8_E5M2; supported in"),
+  ("fp8", changed("weight_scale_inv", with_value(np.inf)), "weight_scale_inv holds a scale of inf"),
+  ("fp8", without("weight_scale_inv"), r"weight_scale of shape \[6, 2\] is missing from the fp8 checkpoint"),
   ("w8a8", lambda tensors: tensors.update({"model.extra.weight": np.zeros(3, np.int8)}), "extra.weight is not part of"),
 ]
 
@@ -150,7 +163,7 @@ FILES = [
 @pytest.mark.catalogue("G4")
 @pytest.mark.parametrize("name, change, said", FILES, ids=lambda value: str(value)[:40])
 def test_tensors_that_do_not_fit(pristine, tmp_path, name, change, said):
-  tensors = load_file(pristine[name] / "model.safetensors")
+  tensors = read_tensors(pristine[name] / "model.safetensors")
   change(tensors)
   save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
   shutil.copy(pristine[name] / "config.json", tmp_path)
@@ -161,7 +174,7 @@ def test_tensors_that_do_not_fit(pristine, tmp_path, name, change, said):
 
 def test_a_bias_of_zeros_is_no_bias(pristine, tmp_path):
   """GPTQ checkpoints of Qwen2 have one for each layer."""
-  tensors = load_file(pristine["gptq"] / "model.safetensors")
+  tensors = read_tensors(pristine["gptq"] / "model.safetensors")
   tensors[f"{LAYER}.bias"] = np.zeros(512, np.float16)
   save_file(tensors, tmp_path / "model.safetensors")
   shutil.copy(pristine["gptq"] / "config.json", tmp_path)
@@ -179,7 +192,7 @@ def test_conversion_is_refused(pristine, tmp_path):
 
 
 def test_scales_of_activations_are_named(pristine, tmp_path):
-  tensors = load_file(pristine["w8a8"] / "model.safetensors")
+  tensors = read_tensors(pristine["w8a8"] / "model.safetensors")
   tensors[f"{LAYER}.input_scale"] = np.ones(1, np.float32)
   save_file(tensors, tmp_path / "model.safetensors")
   shutil.copy(pristine["w8a8"] / "config.json", tmp_path)
@@ -293,3 +306,13 @@ def test_a_gguf_link_out_of_the_folder(gguf_folder, tmp_path):
   shutil.copy(gguf_folder / "config.json", tmp_path)
   (tmp_path / "model.gguf").symlink_to(gguf_folder / "model.gguf")
   assert "is a link to" in refusal(tmp_path)
+
+
+@pytest.mark.catalogue("G4")
+def test_values_of_fp8_that_are_nan(pristine, tmp_path):
+  tensors = read_tensors(pristine["fp8"] / "model.safetensors")
+  tensors[f"{LAYER}.weight"].view(np.uint8)[5, 7] = 0x7F
+  save_file(tensors, tmp_path / "model.safetensors")
+  shutil.copy(pristine["fp8"] / "config.json", tmp_path)
+  with pytest.raises(CheckpointError, match=r"up_proj\.weight holds NaN; the file is corrupt"):
+    open_folder(tmp_path).load()

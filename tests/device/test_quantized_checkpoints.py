@@ -49,7 +49,7 @@ def read_plain(folder: pathlib.Path, name: str) -> np.ndarray:
 def compare(quantized: pathlib.Path, plain: pathlib.Path, tolerance: float) -> QuantizedSource:
   source = open_source(quantized)
   for name in sorted(source.reads):
-    value = source.read(name)
+    value = source.read(name, np.dtype(np.float32))
     expected = read_plain(plain, name)
     if name in source.forms:
       assert isinstance(value, GroupedWeight)
@@ -63,8 +63,8 @@ def compare(quantized: pathlib.Path, plain: pathlib.Path, tolerance: float) -> Q
 def test_parameters_of_safetensors(tmp_path, name):
   config, write_layer = FORMATS[name]
   source = compare(*write_pair(tmp_path, RAW, config, write_layer), TOLERANCE.get(name, 1e-7))
-  assert len(source.forms) == 4 * RAW["num_hidden_layers"]
-  assert source.forms.keys() == source.reads and source.warnings == ()
+  assert len(source.reads) == 4 * RAW["num_hidden_layers"] and source.warnings == ()
+  assert source.forms.keys() == (set() if "fp8" in name else source.reads)
 
 
 def load(folder: pathlib.Path, packed: bool) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import pytest
 import safetensors
 
 from engine.device.formats.quantized_source import open_quantized
+from engine.device.formats.quantized_tensor import QuantizedTensor
 from engine.device.safetensors_file import read_header
 from models.families.tensor_map import transposed
 from models.grouped_weight import GroupedWeight
@@ -49,6 +50,7 @@ def open_case(case: str, **changes):
 def test_each_form_dequantizes_as_its_own_package(case):
   source, expected = open_case(case)
   tensor = source.quantized[f"{case}.weight"]
+  assert isinstance(tensor, QuantizedTensor)
   exact = tensor.decode().dequantize().T
   # The packages multiply in the dtype of the scales.
   dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "32": np.float16}.get(case.split("_")[-1], np.float32)
@@ -57,10 +59,21 @@ def test_each_form_dequantizes_as_its_own_package(case):
   bits, group, has_offsets, scale_dtype = FORMS[case]
   form = source.forms["head"]
   assert (form.bits, form.group, form.has_offsets, form.scale_dtype) == FORMS[case]
-  read = source.read("head")
+  read = source.read("head", np.dtype(np.float32))
   assert isinstance(read, GroupedWeight)
   assert type(form).of_weight(read) == form
   # Rounded offsets and scales: a step is the larger of a scale's rounding and 2**-11 of eight scales.
   bound = 0 if scale_dtype == "float32" else np.abs(read.scales.astype(np.float32)).max() * 8 * 2**-11
   assert np.abs(read.dequantize().T - exact).max() <= (bound if has_offsets else 0)
   assert read.codes.shape == (INPUTS, expected.shape[0]) and bits == read.bits and group in (read.group, 0)
+
+
+@pytest.mark.parametrize("case", sorted(CONFIGS.keys() - FORMS))
+def test_fp8_becomes_plain(case):
+  source, expected = open_case(case)
+  assert not source.forms and source.reads == {"head"} and source.label == "dequantized fp8 compressed-tensors"
+  # The scales of "output" are bfloat16, and so are its package's products.
+  dtype = ml_dtypes.bfloat16 if "output" in case else np.float32
+  found = source.read("head", np.dtype(dtype))
+  assert isinstance(found, np.ndarray) and found.dtype == dtype
+  np.testing.assert_array_equal(found.T.astype(np.float32), expected)

@@ -7,7 +7,7 @@ name layers, need no interpretation: an ignored layer is stored plain.
                    points weight_zero_point int32[N * bits / 32, groups]. The lowest bits come first; values are signed
                    and have 2**(bits - 1) added.
   int-quantized    weight int8[N, K], weight_scale [N, groups] or of the tensor; weight_zero_point int8 likewise.
-  float-quantized  weight e4m3[N, K], weight_scale [N, 1], of the tensor, or of blocks.
+  float-quantized  weight e4m3[N, K], weight_scale [N, 1], of the tensor, or of blocks (fp8.py).
   mxfp4-pack-quantized  weight_packed uint8[N, K / 2] of e2m1, weight_scale uint8[N, K / 32] of exponents.
 """
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.device.formats import fp8
+from engine.device.formats.fp8 import Fp8Tensor
 from engine.device.formats.quantized_tensor import (
   SCALE_DTYPES,
   LayerTensors,
@@ -86,14 +88,16 @@ def _groups(file: pathlib.Path, config: dict[str, Any]) -> list[dict[str, Any]]:
   return found
 
 
-def open_layer(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) -> QuantizedTensor:
-  """Checks the tensors of a layer whose weight is integers or MXFP4. Args: file: config.json."""
+def open_layer(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) -> QuantizedTensor | Fp8Tensor:
+  """Checks the tensors of a layer. Args: file: config.json."""
   if (order := layer.find("weight_g_idx")) is not None:
     raise CheckpointError(
       f"{order.file}: tensor {order.name}: act-order is not supported; use a checkpoint made with actorder='weight' or "
       "null"
     )
-  packed = layer.find("weight_packed")
+  packed, plain = layer.find("weight_packed"), layer.find("weight")
+  if plain is not None and plain.dtype == "F8_E4M3":
+    return _open_fp8(file, config, layer)
   if packed is None:
     return _open_int8(file, config, layer)
   if packed.dtype == "U8":
@@ -129,6 +133,19 @@ def _open_packed(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors
     return GroupedWeight(codes[:, :inputs].T, scales.T, bits, 1, offsets)
 
   return layer.quantized(bits, group, scales, not is_symmetric, decode, *SUFFIXES)
+
+
+def _open_fp8(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) -> Fp8Tensor:
+  found = [weights for weights in _groups(file, config) if weights.get("type") == "float"]
+  if not found:
+    raise CheckpointError(
+      f"{file}: quantization_config has no group with type=float, but {layer.name}.weight is F8_E4M3; use "
+      "config.json and weights of one model"
+    )
+  blocks = {fp8.read_block(file, weights, "block_structure") for weights in found}
+  if len(blocks) > 1:
+    refuse_format(file, f"block_structure of {len(blocks)} kinds", "one kind of FP8 in a model")
+  return fp8.open_values(layer, blocks.pop())
 
 
 def _open_int8(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) -> QuantizedTensor:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.device.formats import awq, compressed_tensors, gptq
+from engine.device.formats import awq, compressed_tensors, fp8, gptq
+from engine.device.formats.fp8 import Fp8Tensor
 from engine.device.formats.quantized_tensor import LayerTensors, QuantizedTensor, refuse_format
 from engine.device.safetensors_file import StoredTensor
 from engine.errors import CheckpointError
@@ -21,7 +22,9 @@ from models.weight_form import MatrixForm
 
 EMBEDDING = "embed"  # stored name of the parameter [V, D]
 _WEIGHT = ".weight"
-_READERS = {"awq": awq, "gptq": gptq, "compressed-tensors": compressed_tensors}
+_READERS = {"awq": awq, "gptq": gptq, "compressed-tensors": compressed_tensors, "fp8": fp8}
+_UNREAD = {"compressed-tensors": compressed_tensors.UNREAD, "fp8": fp8.UNREAD}
+AnyTensor = QuantizedTensor | Fp8Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,41 +48,44 @@ class QuantizedSource:
   parts: frozenset[str]
   warnings: tuple[str, ...]
   pieces: TensorMap
-  quantized: Mapping[str, QuantizedTensor]
+  quantized: Mapping[str, AnyTensor]
   stored: Mapping[str, StoredTensor]
 
-  def read(self, name: str) -> GroupedWeight | np.ndarray:
+  def read(self, name: str, dtype: np.dtype) -> GroupedWeight | np.ndarray:
     """Reads a parameter, whole and in its own axes; codes of the embedding are those of the matrix [D, V].
 
     Args:
-      name: one of `reads`; the result is a GroupedWeight of the form in `forms`, or else f32.
+      name: one of `reads`; the result is a GroupedWeight of the form in `forms`, or else a plain array.
+      dtype: of a plain array.
 
     Raises:
       CheckpointError: the file holds NaN, infinite or too large scales.
     """
     pieces = self.pieces[name]
-    if name in self.forms:
-      weights = [(piece, self.quantized[piece.name].read()) for piece in pieces]
-      if name == EMBEDDING:
-        return weights[0][1]
-      return assemble_grouped(weights, _num_inputs(pieces[0]))
-    return _assemble_plain([(piece, self._read_plain(piece)) for piece in pieces])
+    if name not in self.forms:
+      return _assemble_plain([(piece, self._read_plain(piece, dtype)) for piece in pieces])
+    weights = []
+    for piece in pieces:
+      tensor = self.quantized[piece.name]
+      assert isinstance(tensor, QuantizedTensor), name
+      weights.append((piece, tensor.read()))
+    return weights[0][1] if name == EMBEDDING else assemble_grouped(weights, _num_inputs(pieces[0]))
 
-  def _read_plain(self, piece: Piece) -> np.ndarray:
-    """Returns f32 of the piece's shape."""
+  def _read_plain(self, piece: Piece, dtype: np.dtype) -> np.ndarray:
+    """Returns the piece in its own shape."""
     if piece.name in self.quantized:
-      return self.quantized[piece.name].read().dequantize().T
-    return self.stored[piece.name].map().astype(np.float32)
+      return self.quantized[piece.name].dequantize(dtype)
+    return self.stored[piece.name].map().astype(dtype)
 
 
 def _assemble_plain(parts: list[tuple[Piece, np.ndarray]]) -> np.ndarray:
   if not parts[0][0].place:
     ((piece, value),) = parts
     return value.reshape(piece.split).transpose(piece.order)
-  shape = [max(box[axis].stop for box in (piece.box() for piece, _ in parts)) for axis in range(len(parts[0][0].order))]
-  out = np.empty(shape, np.float32)
-  for piece, value in parts:
-    out[piece.box()] = value.reshape(piece.split).transpose(piece.order)
+  boxes = [piece.box() for piece, _ in parts]
+  out = np.empty([max(each.stop for each in axis) for axis in zip(*boxes, strict=True)], parts[0][1].dtype)
+  for box, (piece, value) in zip(boxes, parts, strict=True):
+    out[box] = value.reshape(piece.split).transpose(piece.order)
   return out
 
 
@@ -95,7 +101,7 @@ def _num_inputs(piece: Piece) -> int:
 def make_source(
   kind: str,
   pieces: TensorMap,
-  quantized: Mapping[str, QuantizedTensor],
+  quantized: Mapping[str, AnyTensor],
   stored: Mapping[str, StoredTensor],
   unread: Iterable[str] = (),
 ) -> QuantizedSource:
@@ -113,8 +119,9 @@ def make_source(
     if not found:
       continue
     reads.add(name)
-    if len(found) == len(parts) and (name == EMBEDDING or parts[0].order[0] != 0):
-      forms[name] = _joint_form(found)
+    grouped = [tensor for tensor in found if isinstance(tensor, QuantizedTensor)]
+    if len(grouped) == len(parts) and (name == EMBEDDING or parts[0].order[0] != 0):
+      forms[name] = _joint_form(grouped)
   unread = sorted(unread)
   warnings = ()
   if unread:
@@ -148,13 +155,12 @@ def _joint_form(tensors: list[QuantizedTensor]) -> MatrixForm:
   )
 
 
-def _label(kind: str, quantized: Mapping[str, QuantizedTensor]) -> str:
+def _label(kind: str, quantized: Mapping[str, AnyTensor]) -> str:
   """Returns the bits and groups of most matrices and the format's name."""
-  forms = Counter(
-    (tensor.bits, 0 if tensor.group == tensor.shape[1] else tensor.group) for tensor in quantized.values()
-  )
-  if not forms:
-    return kind
+  grouped = [tensor for tensor in quantized.values() if isinstance(tensor, QuantizedTensor)]
+  if not grouped:
+    return f"dequantized {kind if 'fp8' in kind else f'fp8 {kind}'}" if quantized else kind
+  forms = Counter((tensor.bits, 0 if tensor.group == tensor.shape[1] else tensor.group) for tensor in grouped)
   (bits, group), _ = forms.most_common(1)[0]
   return f"{bits}-bit {kind}{f' (groups of {group})' if group else ''}"
 
@@ -199,5 +205,5 @@ def open_quantized(
       quantized[name] = gptq.open_layer(config_file, config, layer, has_bias)
     else:
       quantized[name] = reader.open_layer(config_file, config, layer)
-  unread = [name for name in stored if reader is compressed_tensors and name.endswith(compressed_tensors.UNREAD)]
+  unread = [name for name in stored if name.endswith(_UNREAD.get(method, ()))]
   return make_source(method, pieces, quantized, stored, unread)

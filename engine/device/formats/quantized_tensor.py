@@ -42,6 +42,10 @@ class QuantizedTensor:
   decode: Callable[[], GroupedWeight]
   parts: tuple[str, ...]
 
+  def dequantize(self, dtype: np.dtype) -> np.ndarray:
+    """Returns [outputs, inputs]. Raises CheckpointError as `read`."""
+    return self.read().dequantize().T.astype(dtype, copy=False)
+
   def read(self) -> GroupedWeight:
     """Reads the codes, with scales and offsets rounded to `scale_dtype`.
 
