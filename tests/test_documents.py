@@ -33,7 +33,7 @@ FOREIGN |= {"xla_force_host_platform_device_count", "help", "helpfull", "flagfil
 FOREIGN |= {"http2-prior-knowledge", "schema", "call", "rps", "connections", "proto", "metadata", "concurrency"}
 FOREIGN |= {"duration", "total-queued-requests-metric", "total-running-requests-metric"}
 FOREIGN |= {"kv-cache-usage-percentage-metric", "lora-info-metric", "cache-info-metric"}
-FOREIGN_COMMANDS = ("buf ", "claude ", "docker ", "gcloud ", "ghz ", "nvidia-smi ", "protoc ")
+FOREIGN_COMMANDS = ("buf ", "claude ", "docker ", "gcloud ", "ghz ", "hf ", "nvidia-smi ", "protoc ")
 FLAG = r"(?<![\w-])--([a-zA-Z][\w-]*)"
 PATH = r"(?<![\w/.=-])((?:engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./-]*\w)"
 MODULE = r"python3? -m ((?:tools|server|pallas_kernels)[\w.]*)"
