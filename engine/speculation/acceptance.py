@@ -2,7 +2,7 @@
 
 A row's drafts are accepted up to the first wrong one. So a row is a series of trials with one failure at most, and the
 chance that its first j drafts are accepted is rate**j. Rates are of recent rows: older ones lose weight. Over all
-requests a row counts once, however many drafts it has: a long copy says little about the next request.
+requests only the first draft of each row counts: a long copy says little about the next request.
 """
 
 import math
@@ -34,7 +34,7 @@ class AcceptanceRates:
   """The rates of sources over all requests, and with them the estimates for one request."""
 
   def __init__(self):
-    self._sources: Trials = {}  # weights of rows: their shares of accepted drafts, and their number
+    self._sources: Trials = {}  # weights of rows whose first draft was accepted, and of all rows
 
   def estimate_rate(self, trials: Trials, source: str, is_trial: bool = True) -> float:
     """Returns the chance that the next draft of `source` is accepted, from the trials of a request and of all.
@@ -56,7 +56,7 @@ class AcceptanceRates:
     """Adds a row with `num_drafts` drafts to a request's trials and to those of all."""
     num_tried = min(num_drafts, num_accepted + 1)
     _add_trials(trials, source, _KEEP_OF_REQUEST, num_accepted, num_tried)
-    _add_trials(self._sources, source, _KEEP_OF_SOURCE, num_accepted / num_tried, 1.0)
+    _add_trials(self._sources, source, _KEEP_OF_SOURCE, num_accepted > 0, 1.0)
 
   def state(self) -> Trials:
     """Returns the trials of all requests as plain JSON values; restore_state() takes them back."""

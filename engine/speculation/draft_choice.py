@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _MARGIN = 1.03  # least gain in expected tokens a second: measured times are that exact
-_CAUTION = 1.5  # times that drafts must bring what they cost: estimates err, and a longer step delays other requests
+_CAUTION = 1.25  # times that drafts must bring what they cost: estimates err, and a longer step delays other requests
 
 
 class StepOption(NamedTuple):

@@ -100,17 +100,15 @@ class DraftCosts:
       chances: for each candidate, the chance that its first 1, 2, ... drafts are all accepted.
       is_free: of each candidate, whether it has no constraint.
       proposing: a draft model proposes after a step with drafts, but not after one without.
-      chances_later: if the step is behind drafts, the same chances once these are committed.
+      chances_later: the same chances with nothing in flight before the drafts; (): as `chances`.
     """
+    later = chances_later or chances
     most = min(planned.most_drafts, sum(map(len, chances)))
     if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
       most = min(most, planned.num_padding)
       return choose_drafts(chances, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most)
     if self._is_behind(planned):
-      choice = self._choose_with_next(planned, chances, is_free, proposing, most)
-      # Where steps that wait for each other bring more, a later one has drafts, and the next one waits for it.
-      waits = planned.is_behind and any(choice.counts) and self._estimate_waiting(planned, chances_later) > choice.rate
-      return DraftChoice([0] * len(chances), choice.rate) if waits else choice
+      return self._choose_with_next(planned, chances, is_free, proposing, later)
     base = self._alone_seconds.estimate_steps(planned.num_tokens, 0)[0]
     table = self._alone_proposing if proposing else self._alone_seconds
     seconds = add_caution(table.estimate_steps(planned.num_tokens, most), base)
@@ -122,17 +120,17 @@ class DraftCosts:
     chances: Sequence[Sequence[float]],
     is_free: Sequence[bool],
     proposing: bool,
-    most: int,
+    later: Sequence[Sequence[float]],
   ) -> DraftChoice:
     """Chooses drafts with overlap, and whether the next step waits for them.
 
     The expected tokens and seconds are those of this step and the next, in which requests without a constraint have a
-    row. If these all get drafts, the next step may wait instead; then this one has the device alone.
+    row. If these all get drafts, the next step may wait instead; then this one has the device alone. Where steps that
+    wait for each other bring more, a step behind drafts has none, so that a later one can begin.
 
-    Args:
-      planned, chances, is_free, proposing: as of choose_counts.
-      most: most drafts of all rows together.
+    Args: as of choose_counts; `later` is chances_later.
     """
+    most = min(planned.most_drafts, sum(map(len, chances)))
     num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
     base = self._behind_seconds.estimate_steps(num_tokens, 0)[0]
     table = self._behind_proposing if proposing else self._behind_seconds
@@ -143,13 +141,17 @@ class DraftCosts:
     num_rows = planned.num_decodes + num_free
     option = StepOption(num_rows, add_caution([each + after for each in seconds], base + rest))
     best = choose_drafts(chances, option, num_rows / (base + rest), most)
+    if not any(best.counts) and planned.is_behind:
+      return best
+    waiting_rate = self._estimate_waiting(planned, later)
     if planned.is_behind:  # a trial does not follow the drafts of another one
-      knows = table.knows_size(num_tokens + sum(best.counts))
-      return best if knows else DraftChoice([0] * len(chances), best.rate)
+      may_follow = table.knows_size(num_tokens + sum(best.counts)) and waiting_rate <= best.rate
+      return best if may_follow else DraftChoice([0] * len(chances), best.rate)
     required = [index for index, free in enumerate(is_free) if free]
-    if planned.may_wait and len(required) == num_free:
+    if planned.may_wait and len(required) == num_free and waiting_rate > best.rate:
       alone = add_caution(self._estimate_alone(num_tokens, seconds, proposing), base)
-      waiting = choose_drafts(chances, StepOption(planned.num_decodes, alone, required), best.rate, most)
+      option = StepOption(planned.num_decodes, alone, required)
+      waiting = choose_drafts(chances, option, num_rows / (base + rest), most)
       if any(waiting.counts):
         return waiting._replace(waits=True)
     return best

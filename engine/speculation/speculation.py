@@ -336,13 +336,12 @@ class Speculation:
     proposing = any(candidate.source == MODEL for candidate in candidates)
     if proposing and not planned.num_others and not self.costs.knows_proposing(planned):
       return [0] * len(candidates)  # until the plain steps with proposals are measured
-    later = [list_chances(each.rate, len(each.tokens)) for each in candidates] if planned.is_behind else ()
     choice = self.costs.choose_counts(
       planned,
       [candidate.chances for candidate in candidates],
       [not candidate.masks for candidate in candidates],
       proposing,
-      later,
+      [list_chances(each.rate, len(each.tokens)) for each in candidates],
     )
     self.waits = choice.waits
     if any(choice.counts):

@@ -75,7 +75,10 @@ def test_a_rate_is_the_share_of_accepted_trials():
   for _ in range(100):
     rates.note_row(trials, "ngram4", 4, 2)  # two accepted, one failed, one never tried
   assert rates.estimate_rate(trials, "ngram4") == pytest.approx(2 / 3, abs=0.03)
-  assert rates.estimate_rate({}, "ngram4") == pytest.approx(2 / 3, abs=0.05), "others begin where it stands"
+  assert rates.estimate_rate({}, "ngram4") > 0.95, "each first draft was right"
+  for number in range(600):
+    rates.note_row(trials, "ngram4", 7, 7 * (number % 2))
+  assert rates.estimate_rate({}, "ngram4") == pytest.approx(0.5, abs=0.05), "a long copy is one row"
   for _ in range(100):
     rates.note_row(trials, "ngram4", 4, 4)
   assert rates.estimate_rate(trials, "ngram4") > 0.95
@@ -87,6 +90,17 @@ def test_a_rate_follows_a_request_and_not_only_all():
     rates.note_row(good, "ngram2", 3, 3)
     rates.note_row(bad, "ngram2", 3, 0)
   assert rates.estimate_rate(good, "ngram2") > 0.9 > 0.2 > rates.estimate_rate(bad, "ngram2")
+
+
+def test_only_trials_are_tried_whatever_others_say():
+  rates = AcceptanceRates()
+  assert 0.4 < rates.estimate_rate({}, "ngram4", is_trial=False) < 0.7 == rates.estimate_rate({}, "ngram4")
+  for _ in range(300):
+    rates.note_row({}, "ngram4", 3, 0)
+  assert rates.estimate_rate({}, "ngram4") == 0.35 and rates.estimate_rate({}, "ngram4", is_trial=False) < 0.03
+  for _ in range(300):
+    rates.note_row({}, "ngram4", 3, 3)
+  assert rates.estimate_rate({}, "ngram4", is_trial=False) > 0.9
 
 
 def test_what_fails_for_all_is_still_tried_by_new_requests():
