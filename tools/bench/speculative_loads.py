@@ -6,7 +6,8 @@ Both engines serve the demo model in this process, in turns, with the same reque
 reversals, JSON and recall, greedily. A load is a share of the requests a second that the plain engine serves when all
 of them are there at the start. `tokens_per_s`, `gap_p99` (between the messages of a request), `ttft_p50` and `e2e_p50`
 are medians over turns of the figures with speculation over those without: above 1 is better for the first one, below 1
-for the others. All outputs must be the same.
+for the others. `same` has the quartiles of the plain engine's ratios to itself, which serves twice a turn: what differs
+from 1 there is noise. All outputs must be the same.
 """
 
 from collections.abc import Sequence
@@ -109,6 +110,12 @@ def serve(built: Built, chunks: dict[str, list], prompts: Sequence[list[int]], a
   )
 
 
+def _spread(ratios: list[float]) -> tuple[float, list[float]]:
+  """Returns the median and the quartiles, rounded."""
+  ratios = sorted(ratios)
+  return round(statistics.median(ratios), 3), [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
+
+
 def measure_loads(
   model: pathlib.Path, speculation: str, shares: Sequence[float], turns: int, requests: int, overlap: str, rows: int
 ) -> None:
@@ -126,18 +133,20 @@ def measure_loads(
     for _ in prompts:
       now += rng.expovariate(share * capacity)
       arrivals.append(now)
-    found: list[tuple[_Served, _Served]] = []
+    found: list[list[_Served]] = []  # plain, with drafts, plain again
     for turn in range(turns):
-      order = engines if turn % 2 else engines[::-1]
-      first, second = (serve(*engine, prompts, arrivals) for engine in order)
-      found.append((first, second) if turn % 2 else (second, first))
+      order = (0, 1, 2) if turn % 2 else (2, 1, 0)
+      served = {place: serve(*engines[place % 2], prompts, arrivals) for place in order}
+      found.append([served[place] for place in range(3)])
       if any(each.outputs != plain.outputs for each in found[-1]):
         raise AssertionError("drafts changed an output")
     line: dict[str, object] = {"share": share, "requests_per_s": round(share * capacity, 2)}
+    same: dict[str, list[float]] = {}
     for name in _Served._fields[1:]:
-      ratios = sorted(getattr(theirs, name) / getattr(base, name) for base, theirs in found)
-      line[name] = round(statistics.median(ratios), 3)
-      line[f"{name}_quartiles"] = [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
+      figures = [[getattr(each, name) for each in turn] for turn in found]
+      line[name], line[f"{name}_quartiles"] = _spread([theirs / ((a + b) / 2) for a, theirs, b in figures])
+      same[name] = _spread([b / a for a, _, b in figures])[1]
+    line["same"] = same
     drafts = engines[1][0].engine.stats().drafts
     print(json.dumps(line | {"drafts_so_far": drafts.tokens, "accepted_so_far": drafts.accepted}), flush=True)
 
