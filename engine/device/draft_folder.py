@@ -18,6 +18,7 @@ from engine.device.weights import Checkpoint, open_checkpoint
 from engine.errors import ConfigError
 from models.config import ModelConfig
 from models.weight_form import PLAIN_MATRIX, WeightForm
+from pallas_kernels.paged_attention.api import implementation
 
 _DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo_draft"
 _TOKENIZER = "tokenizer.json"
@@ -89,11 +90,14 @@ def open_draft(
     CheckpointError: the folder is no model.
     ConfigError: its model has no head of tokens, or another vocabulary, or the device cannot run it.
   """
-  platform = mesh.devices.flat[0].platform
-  if platform != "cpu" or mesh.size > 1:
+  if mesh.size > 1:
     raise ConfigError(
-      f"draft_model={path:.200} needs one CPU so far, and the model is on {mesh.size} devices of {platform}; leave out "
-      "--draft_model"
+      f"draft_model={path:.200} needs one device, and the model is on {mesh.size}; leave out --draft_model"
+    )
+  if hasattr(implementation(attention), "make_plan"):
+    raise ConfigError(
+      f"draft_model={path:.200} does not go with attention={attention}: the host plans its work by lengths, which "
+      "passes ahead change on the device; leave out --draft_model"
     )
   folder = str(_DEMO) if path == "demo" else path
   plain = dataclasses.replace(form, matrix=PLAIN_MATRIX, ordered=False)

@@ -12,14 +12,18 @@ import pytest
 
 from engine.batch import Admission, Batch, StepResult
 from engine.device import kv_cache
+from engine.device import mesh as mesh_lib
 from engine.device.build import build_engine
+from engine.device.draft_folder import open_draft
 from engine.device.draft_model import DraftModel
 from engine.device.draft_programs import draft_programs
 from engine.device.options import BuildOptions
 from engine.device.runner import Making, ModelRunner
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.sampling_params import SamplingParams
 from engine.shapes import ShapeLadder
+from models.registry import config_from_hf
+from models.weight_form import WeightForm
 from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
 from tests.device.tiny_model import MAX_LEN, TINY, dense_greedy, make_runner, random_params
 
@@ -174,6 +178,25 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path, changes, tok
   with pytest.raises(ConfigError, match=message) as error:
     build_engine(options, lambda *_: None, lambda _: None)
   assert draft in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("attention", "is_planned"), [("gpu", True), ("tpu", False), ("reference", False)])
+def test_attention_that_the_host_plans_excludes_a_draft_model(attention: str, is_planned: bool):
+  """Whatever the device: such attention is refused, and other attention comes to the folder, which is missing here."""
+  message = "does not go with attention=gpu: the host plans its work" if is_planned else "none-there"
+  with pytest.raises(EngineError, match=message):
+    open_draft(
+      path="none-there",
+      model_dir="",
+      model=config_from_hf(json.loads((DEMO / "config.json").read_text())),
+      mesh=mesh_lib.make_mesh(jax.devices()[:1]),
+      dtype=jnp.dtype("float32"),
+      kv_dtype=jnp.dtype("float32"),
+      form=WeightForm(),
+      block_size=16,
+      attention=attention,
+      random_weights=True,
+    )
 
 
 @pytest.mark.long

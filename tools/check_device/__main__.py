@@ -36,10 +36,11 @@ class TargetCase(NamedTuple):
   deterministic: bool = False
   quantization: str = "none"
   adapters: bool = False
+  drafts: bool = False  # the programs of a draft model of this shape, instead of steps
 
   def __str__(self) -> str:
     how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
-    how += ["adapters"] * self.adapters
+    how += ["adapters"] * self.adapters + ["drafts"] * self.drafts
     return ", ".join((self.target, self.model, *how))
 
 
@@ -49,6 +50,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", quantization="int8"),
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("v5e", "tiny", "64"),
+  TargetCase("v5e", "tiny", "8,64", drafts=True),
   TargetCase("v5e-4", "tiny", "64"),
 )
 _WHOLE = (  # too large for one chip, so it has four
@@ -60,6 +62,7 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("v6e", "demo", _BUDGETS),
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),
+  TargetCase("v6e", "qwen3-0.6b", "8,64,512", drafts=True),
   TargetCase("v5e-4", "llama3-8b", _BUDGETS),
   TargetCase("h200-8", "llama3-70b", "8,64,512"),
   TargetCase("v5e-16", "llama3-70b", "8,64,256"),  # at 512, activations have the size of a weight's share
@@ -78,7 +81,7 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> lis
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
     command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
     command += [f"--quantization={case.quantization}", f"--out={out}", *["--deterministic"] * case.deterministic]
-    command += ["--adapters"] * case.adapters
+    command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts
     done = subprocess.run(
       command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
     )

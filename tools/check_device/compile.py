@@ -14,24 +14,31 @@ from typing import Any
 
 import jax
 
+from engine.batch import MAX_DRAFTS
+from engine.device import draft_programs
 from engine.device import programs as device_programs
-from engine.device.programs import ProgramSpec
+from engine.device.programs import Program, ProgramSpec
 from engine.shapes import ShapeLadder, StepShape
 from extensions.executable_bundle.restore import NotRestored, to_bytes
 from tools.check_device import facts, programs, swizzles, targets
 
 
-def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dict[str, Any]:
-  """Returns facts of one program; the keys are those of judge.Rung where they have the same names."""
+def compile_rung(
+  spec: ProgramSpec, shape: StepShape, dump: pathlib.Path, program: Program | None = None
+) -> dict[str, Any]:
+  """Returns facts of one program; the keys are those of judge.Rung where they have the same names.
+
+  Args: program: of a draft model of `spec`, to compile in place of the step.
+  """
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
   started, cpu_started = time.perf_counter(), time.process_time()
   with swizzles.watch_shared_transfers() as transfers:
-    compiled = device_programs.step_program(spec, shape, with_adapters=spec.max_loras > 0).compile()
+    compiled = (program or device_programs.step_program(spec, shape, with_adapters=spec.max_loras > 0)).compile()
   seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
   hlo, memory = compiled.as_text(), compiled.memory_analysis()
   assert hlo is not None and memory is not None, "compile-only devices say both"
   aliased, sizes = facts.aliased(hlo), facts.argument_bytes(hlo)
-  donated = (spec.kv, spec.last_tokens, spec.slot_state)
+  donated = (spec.kv, spec.last_tokens, *(() if program else (spec.slot_state,)))
   # Without norms: any vector may have their size, and moving one costs nothing.
   matrices = [leaf for leaf in spec.params if len(leaf.shape) > 1]
   weights, whole = set(programs.shard_sizes(matrices)), {leaf.size for leaf in matrices}
@@ -87,6 +94,7 @@ def main() -> None:
   parser.add_argument("--deterministic", action="store_true")
   parser.add_argument("--quantization", default="none")
   parser.add_argument("--adapters", action="store_true")
+  parser.add_argument("--drafts", action="store_true", help="the programs of the model as its own draft model")
   parser.add_argument("--max_num_seqs", type=int, default=64)
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args()
@@ -109,6 +117,13 @@ def main() -> None:
       print(f"\n@@ {shape.tokens}", flush=True)
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= {"deterministic": args.deterministic, "quantization": args.quantization, "adapters": args.adapters}
+      if args.drafts:
+        made = draft_programs.draft_programs(deep, deep, [shape], MAX_DRAFTS + 1)
+        for number, key in enumerate((draft_programs.fill_key(shape), draft_programs.propose_key(shape))):
+          if number:
+            print("\n@@ proposals", flush=True)
+          out.write(json.dumps(found | compile_rung(deep, shape, args.out, made[key])) + "\n")
+        continue
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":
         found["shallow_layers"] = few
