@@ -355,46 +355,31 @@ class PackedGroupedMatrix(PackedMatrix):
     own, count = form.own, check_groups(spec, form)
     inputs, outputs = math.prod(spec.inputs), math.prod(spec.outputs)
     try:
-      packed_matmul.check_group(inputs, count, own.bits)
+      self.layout = packed_matmul.GroupLayout(inputs, own.bits, count, own.scale_dtype, own.has_offsets)
     except ValueError as error:
       raise UnsupportedForm(f"{form.name}: {error}") from error
     Matrix.__init__(self, spec, form)
     self.form = own
     is_split = spec.splits_outputs or spec.splits_inputs
-    axes = ("share" if is_split else None, None, None)
-    codes = packed_matmul.packed_codes_shape(inputs, outputs, own.bits)
-    self.array = param(codes, (*axes, None), jnp.dtype(jnp.uint8))
-    shape, dtype = packed_matmul.group_values_shape(count, outputs), jnp.dtype(own.scale_dtype)
-    self.scales = param(shape, axes, dtype)
-    self.offsets = param(shape, axes, dtype) if own.has_offsets else None
+    self.array = param(self.layout.shape(outputs), ("share" if is_split else None, None), jnp.dtype(jnp.uint8))
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
-    spec = self.spec
-    held = group_weight(weight, spec, self.form, part)
-    codes = held.codes.reshape(math.prod(spec.inputs), -1)
-    made: dict[str, Array] = {
-      "array": packed_matmul.pack_codes(codes, self.form.bits),
-      "scales": packed_matmul.pack_group_values(held.scales.reshape(held.scales.shape[0], -1)),
-    }
-    if held.offsets is not None:
-      made["offsets"] = packed_matmul.pack_group_values(held.offsets.reshape(held.offsets.shape[0], -1))
-    return made
+    held = group_weight(weight, self.spec, self.form, part)
+    codes = held.codes.reshape(self.layout.inputs, -1)
+    scales, offsets = (
+      None if values is None else values.reshape(self.layout.groups, -1) for values in (held.scales, held.offsets)
+    )
+    return {"array": packed_matmul.pack_groups(codes, scales, offsets, self.form.bits)}
 
   def _multiply(self, x, outputs, **others):
-    offsets = None if self.offsets is None else self.offsets[...]
-    return packed_matmul.grouped_matmul(
-      x, self.array[...], self.scales[...], outputs, bits=self.form.bits, offsets=offsets, **others
-    )
+    return packed_matmul.grouped_matmul(x, self.array[...], outputs, self.layout, **others)
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from an array [V, D], or from a GroupedWeight with codes [D, V]."""
     return self.arrange(table if isinstance(table, GroupedWeight) else table.T, None if part is None else part[::-1])
 
   def lines(self, indices: jax.Array) -> jax.Array:
-    (inputs,), offsets = self.spec.inputs, None if self.offsets is None else self.offsets[...]
-    found = packed_matmul.look_up_columns(
-      self.array[...], self.scales[...], indices, inputs, bits=self.form.bits, offsets=offsets
-    )
+    found = packed_matmul.look_up_columns(self.array[...], self.layout, indices)
     return found.astype(self.spec.dtype)
 
 

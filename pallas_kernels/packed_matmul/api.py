@@ -3,13 +3,14 @@
 `pack_weight` changes the layout and `matmul` multiplies by the packed weight. XLA's own matmul on unpacked weights is
 the reference; it serves other platforms, several devices, and machines without a C++ compiler.
 
-`pack_codes` and `pack_group_values` change the layout of weights of 4 or 8 bits with a scale for each group of inputs,
-and `grouped_matmul` multiplies by them. It also quantizes x, to 8 bits by row and chunk of inputs;
-`reference_grouped_matmul` is the same arithmetic in numpy.
+`pack_groups` changes the layout of weights of 4 or 8 bits with a scale for each group of inputs, and `grouped_matmul`
+multiplies by them. It also quantizes x, to 8 bits by row and chunk of inputs; `reference_grouped_matmul` is the same
+arithmetic in numpy.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import mmap
 
@@ -20,8 +21,8 @@ import numpy as np
 from pallas_kernels import native
 
 COLUMNS = 32  # kColumns
-CODES_OF_STEP = {4: 8, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes
-LARGEST_CHUNK = 128  # kLargestChunk
+_STEPS = {4: 8, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes
+_LARGEST_CHUNK = 128  # kLargestChunk
 _HUGE_PAGE = 2**21
 
 
@@ -119,8 +120,7 @@ def matmul(
     raise ValueError(f"packed matmul: x {x.shape} and packed {packed.shape} do not give {outputs} outputs")
   if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
     raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
-  weight = (packed, jnp.zeros(0, jnp.float32) if scales is None else scales, jnp.zeros(0, jnp.float32))
-  return _multiply(x, weight, outputs, dtype, norm, num_rows, gated, residual, ordered=ordered)
+  return _multiply(x, packed, outputs, dtype, norm, num_rows, gated, residual, scales=scales, ordered=ordered)
 
 
 def _count_inputs(x: jax.Array, gated: bool, norm: tuple[jax.Array, float] | None) -> int:
@@ -132,17 +132,19 @@ def _count_inputs(x: jax.Array, gated: bool, norm: tuple[jax.Array, float] | Non
 
 def _multiply(
   x: jax.Array,
-  weight: tuple[jax.Array, jax.Array, jax.Array],
+  packed: jax.Array,
   outputs: int,
   dtype: jnp.dtype | None,
   norm: tuple[jax.Array, float] | None,
   num_rows: jax.Array | None,
   gated: bool,
   residual: jax.Array | None,
+  *,
+  scales: jax.Array | None = None,
   ordered: bool = True,
-  bits: int = 0,
+  layout: "GroupLayout | None" = None,
 ) -> jax.Array:
-  """Checks what both kinds of weights have in common and calls the kernel. Args: weight: values, scales, offsets."""
+  """Checks what both kinds of weights have in common and calls the kernel."""
   inputs, dtype = _count_inputs(x, gated, norm), dtype or x.dtype
   if residual is not None and (residual.shape != (*x.shape[:-1], outputs) or residual.dtype != dtype):
     raise ValueError(f"packed matmul: residual {residual.dtype}{list(residual.shape)} is not like the result")
@@ -153,102 +155,136 @@ def _multiply(
   rows = math.prod(x.shape[:-1])
   call = native.bind_call("packed_matmul", jax.ShapeDtypeStruct((rows, outputs), dtype))
   residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
-  options = {"epsilon": np.float32(epsilon), "gated": gated, "ordered": ordered, "bits": np.int32(bits)}
-  y = call(x.reshape(rows, x.shape[-1]), *weight, scale, num_rows, residual, **options)
+  scales = jnp.zeros(0, jnp.float32) if scales is None else scales
+  y = call(
+    x.reshape(rows, x.shape[-1]),
+    packed,
+    scales,
+    scale,
+    num_rows,
+    residual,
+    epsilon=np.float32(epsilon),
+    gated=gated,
+    ordered=ordered,
+    bits=np.int32(layout.bits if layout else 0),
+    num_groups=np.int64(layout.groups if layout else 0),
+    halves=layout is not None and layout.scale_dtype == "float16",
+    has_offsets=layout is not None and layout.has_offsets,
+  )
   return y.reshape(*x.shape[:-1], outputs)
 
 
 # --- Weights of 4 and 8 bits by group ---------------------------------------------------------------------------------
 
 
-def packed_codes_shape(inputs: int, outputs: int, bits: int) -> tuple[int, int, int, int]:
-  """Returns the packed shape of codes [D, N], uint8: [ceil(N / 32), ceil(D / 4), 32, 4], or with D / 8 for 4 bits.
+@dataclasses.dataclass(frozen=True)
+class GroupLayout:
+  """How a weight [D, N] of 4 or 8 bits lies: for each block of 32 columns one stream of bytes, group after group.
+
+  A group's bytes are its codes [group / 4, 32, 4], its scales [32] and its offsets [32], if any. At 4 bits the codes
+  are [group / 8, 32, 4], and a byte holds the code of input d in its lower half and of d + 4 in its upper half.
+
+  Attributes:
+    inputs: D.
+    bits: 4 or 8.
+    groups: of adjacent inputs; each has a multiple of 4 inputs, at 4 bits of 8, unless there is a single group.
+    scale_dtype: of scales and offsets, "float16" or "float32".
+    has_offsets: whether there are offsets.
 
   Raises:
-    ValueError: bits is not 4 or 8.
+    ValueError: a value is not supported.
   """
-  return (-(-outputs // COLUMNS), -(-inputs // _codes_of_step(bits)), COLUMNS, 4)
+
+  inputs: int
+  bits: int
+  groups: int = 1
+  scale_dtype: str = "float32"
+  has_offsets: bool = False
+
+  def __post_init__(self):
+    if self.bits not in _STEPS:
+      raise ValueError(f"packed matmul: codes of {self.bits} bits; supported are 4 and 8")
+    if self.scale_dtype not in ("float16", "float32"):
+      raise ValueError(f"packed matmul: scales are {self.scale_dtype}; they must be float16 or float32")
+    if self.groups < 1 or self.inputs % self.groups:
+      raise ValueError(f"packed matmul: {self.groups} groups do not divide {self.inputs} inputs")
+    if self.groups > 1 and self.group % _STEPS[self.bits]:
+      raise ValueError(
+        f"packed matmul: groups of {self.group} inputs at {self.bits} bits; groups must be multiples of "
+        f"{_STEPS[self.bits]} inputs, or a single one"
+      )
+
+  @property
+  def group(self) -> int:
+    """Adjacent inputs that share a scale."""
+    return self.inputs // self.groups
+
+  @property
+  def chunk(self) -> int:
+    """Adjacent inputs of x that the kernel quantizes with one factor.
+
+    A chunk is a whole group of up to 128 inputs. A larger group has the smallest number of even chunks of at most 128,
+    rounded up to 8 inputs, and its last chunk may be smaller.
+    """
+    parts = -(-self.steps * _STEPS[self.bits] // _LARGEST_CHUNK)
+    return -(-self.steps * _STEPS[self.bits] // (8 * parts)) * 8
+
+  def shape(self, outputs: int) -> tuple[int, int]:
+    """Returns the packed shape: blocks of 32 columns, and bytes of a block."""
+    values = (2 if self.has_offsets else 1) * np.dtype(self.scale_dtype).itemsize
+    return (-(-outputs // COLUMNS), self.groups * COLUMNS * (4 * self.steps + values))
+
+  @property
+  def steps(self) -> int:
+    """Inputs of a group that lie together, 4 or 8 each; zeros pad the last ones."""
+    return -(-self.group // _STEPS[self.bits])
 
 
-def group_values_shape(groups: int, outputs: int) -> tuple[int, int, int]:
-  """Returns the packed shape [ceil(N / 32), G, 32] of scales or offsets [G, N]."""
-  return packed_shape(groups, outputs)
-
-
-def chunk_of_group(group: int, bits: int) -> int:
-  """Returns the number of inputs of x that the kernel quantizes with one factor.
-
-  A chunk is a whole group of up to 128 inputs. A larger group has the smallest number of even chunks of at most 128,
-  rounded up to 8 inputs, and its last chunk may be smaller.
-  """
-  step = _codes_of_step(bits)
-  group = -(-group // step) * step
-  parts = -(-group // LARGEST_CHUNK)
-  return -(-group // (8 * parts)) * 8
-
-
-def check_group(inputs: int, groups: int, bits: int) -> None:
-  """Raises ValueError unless the kernel multiplies weights of `inputs` inputs in `groups` groups."""
-  step = _codes_of_step(bits)
-  if groups < 1 or inputs % groups:
-    raise ValueError(f"packed matmul: {groups} groups do not divide {inputs} inputs")
-  if groups > 1 and inputs // groups % step:
-    raise ValueError(
-      f"packed matmul: groups of {inputs // groups} inputs at {bits} bits; groups must be multiples of {step} inputs, "
-      "or a single one"
-    )
-
-
-def _codes_of_step(bits: int) -> int:
-  if bits not in CODES_OF_STEP:
-    raise ValueError(f"packed matmul: codes of {bits} bits; supported are 4 and 8")
-  return CODES_OF_STEP[bits]
-
-
-def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-  """Packs codes, each below 2**bits, into `packed_codes_shape`. Pads with zeros.
+def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None, bits: int) -> np.ndarray:
+  """Packs a weight into `GroupLayout.shape`, as uint8.
 
   Args:
-    codes: uint8[D, N]; a transposed view costs no more than a contiguous array.
-    bits: 4 or 8; at 4 bits a byte holds the code of input d in its lower half and of d + 4 in its upper half.
+    codes: uint8[D, N], each below 2**bits; a transposed view costs no more than a contiguous array.
+    scales: float16 or float32 [G, N]; G divides D.
+    offsets: like `scales`, or None.
+    bits: 4 or 8.
 
   Raises:
     NativeMissing: the library is not built.
-    ValueError: the codes are not uint8[D, N], or bits is not 4 or 8.
+    ValueError: a dtype or shape is not supported.
   """
   if codes.dtype != np.uint8 or codes.ndim != 2:
     raise ValueError(f"packed matmul: codes are {codes.dtype}{list(codes.shape)}; they must be uint8[D, N]")
   inputs, outputs = codes.shape
-  packed = _zeros(packed_codes_shape(inputs, outputs, bits), codes.dtype)
-  packs = native.load_library("packed_matmul").SluicePackCodes
+  for values in (scales, scales if offsets is None else offsets):
+    if values.dtype != scales.dtype or values.shape != (len(scales), outputs):
+      raise ValueError(
+        f"packed matmul: scales or offsets are {values.dtype}{list(values.shape)}; {outputs} outputs need "
+        f"{scales.dtype}[groups, {outputs}] for both"
+      )
+  layout = GroupLayout(inputs, bits, len(scales), scales.dtype.name, offsets is not None)
+  packed = _zeros(layout.shape(outputs), codes.dtype)
+  packs = native.load_library("packed_matmul").SluicePackGroups
   packs.restype = None
-  numbers = map(ctypes.c_int64, (bits, *codes.shape, *codes.strides))
-  packs(ctypes.c_void_p(codes.ctypes.data), *numbers, ctypes.c_void_p(packed.ctypes.data))
+  scales = np.ascontiguousarray(scales)
+  offsets = None if offsets is None else np.ascontiguousarray(offsets)
+  packs(
+    ctypes.c_void_p(codes.ctypes.data),
+    *map(ctypes.c_int64, (bits, inputs, outputs, *codes.strides)),
+    ctypes.c_void_p(scales.ctypes.data),
+    ctypes.c_void_p(None if offsets is None else offsets.ctypes.data),
+    *map(ctypes.c_int64, (layout.groups, scales.itemsize)),
+    ctypes.c_void_p(packed.ctypes.data),
+  )
   return packed
-
-
-def pack_group_values(values: np.ndarray) -> np.ndarray:
-  """Packs scales or offsets, float16 or float32 [G, N], into [ceil(N / 32), G, 32].
-
-  Raises:
-    NativeMissing: the library is not built.
-    ValueError: the values have another dtype or another number of dimensions.
-  """
-  if values.dtype not in (np.float16, np.float32) or values.ndim != 2:
-    raise ValueError(
-      f"packed matmul: values of groups are {values.dtype}{list(values.shape)}; they must be float16 or float32 [G, N]"
-    )
-  return pack_weight(values)
 
 
 def grouped_matmul(
   x: jax.Array,
   packed: jax.Array,
-  scales: jax.Array,
   outputs: int,
+  layout: GroupLayout,
   *,
-  bits: int,
-  offsets: jax.Array | None = None,
   dtype: jnp.dtype | None = None,
   norm: tuple[jax.Array, float] | None = None,
   num_rows: jax.Array | None = None,
@@ -258,59 +294,50 @@ def grouped_matmul(
   """Returns x [..., D] times the weight scales * (codes - 2**(bits - 1)) + offsets, [D, N], as [..., N].
 
   The kernel quantizes each row of x, after the norm or the gates, to signed 8-bit integers with a factor for each chunk
-  (`chunk_of_group`). Sums of a chunk are exact, and sums of chunks are f32 in a fixed order: a row has the same bits in
-  any batch. A row with a number that is not finite gives NaN; a chunk whose numbers are all below 2**-100 counts as 0.
+  (`GroupLayout.chunk`). Sums of a chunk are exact, and sums of chunks are f32 in a fixed order: a row has the same bits
+  in any batch. A row with a number that is not finite gives NaN; a chunk whose numbers are all below 2**-100 counts as
+  0.
 
   Args:
     x: float32 or bfloat16.
-    packed: uint8, result of `pack_codes`.
-    scales: float16 or float32 [ceil(N / 32), G, 32], result of `pack_group_values`. G divides D into groups of a
-      multiple of 4 inputs, at 4 bits of 8 inputs, or is 1.
+    packed: uint8, result of `pack_groups`.
     outputs: N.
-    bits: 4 or 8.
-    offsets: like `scales`.
+    layout: of `packed`.
     dtype, norm, num_rows, gated, residual: as in `matmul`.
 
   Raises:
     NativeMissing: the library is not built.
     ValueError: the shapes or dtypes do not match.
   """
-  inputs = _count_inputs(x, gated, norm)
-  if packed.shape != packed_codes_shape(inputs, outputs, bits) or packed.dtype != jnp.uint8:
+  if _count_inputs(x, gated, norm) != layout.inputs:
+    raise ValueError(f"packed matmul: x {x.shape} does not have the {layout.inputs} inputs of the weight")
+  if packed.shape != layout.shape(outputs) or packed.dtype != jnp.uint8:
     raise ValueError(
-      f"packed matmul: codes are {packed.dtype}{list(packed.shape)}; x {x.shape} and {outputs} outputs at {bits} bits "
-      f"need uint8{list(packed_codes_shape(inputs, outputs, bits))}"
+      f"packed matmul: the weight is {packed.dtype}{list(packed.shape)}; {outputs} outputs need "
+      f"uint8{list(layout.shape(outputs))}"
     )
-  groups = scales.shape[1] if scales.ndim == 3 else 0
-  if scales.dtype not in (jnp.float16, jnp.float32) or scales.shape != (-(-outputs // COLUMNS), groups, COLUMNS):
-    raise ValueError(
-      f"packed matmul: scales are {scales.dtype}{list(scales.shape)}; {outputs} outputs need float16 or float32 "
-      f"[{-(-outputs // COLUMNS)}, groups, {COLUMNS}]"
-    )
-  check_group(inputs, groups, bits)
-  if offsets is not None and (offsets.shape != scales.shape or offsets.dtype != scales.dtype):
-    raise ValueError(
-      f"packed matmul: offsets are {offsets.dtype}{list(offsets.shape)}; they must be like the scales, "
-      f"{scales.dtype}{list(scales.shape)}"
-    )
-  weight = (packed, scales, jnp.zeros((0, 0, 0), scales.dtype) if offsets is None else offsets)
-  return _multiply(x, weight, outputs, dtype, norm, num_rows, gated, residual, bits=bits)
+  return _multiply(x, packed, outputs, dtype, norm, num_rows, gated, residual, layout=layout)
 
 
-def look_up_columns(
-  packed: jax.Array, scales: jax.Array, indices: jax.Array, inputs: int, *, bits: int, offsets: jax.Array | None = None
-) -> jax.Array:
+def look_up_columns(packed: jax.Array, layout: GroupLayout, indices: jax.Array) -> jax.Array:
   """Returns columns of the weight that `grouped_matmul` multiplies by: int32[...] -> f32[..., D]."""
-  block, column = indices // COLUMNS, indices % COLUMNS
-  four = packed[block, :, column]  # [..., steps, 4]
-  codes = jnp.stack([four & 15, four >> 4], axis=-2) if bits == 4 else four
-  flat = codes.reshape(*indices.shape, -1)[..., :inputs].astype(jnp.float32) - (1 << (bits - 1))
+  size, groups, steps = np.dtype(layout.scale_dtype).itemsize, layout.groups, layout.steps
+  blocks, columns = (indices // COLUMNS).reshape(-1, 1, 1), (indices % COLUMNS).reshape(-1, 1, 1)
 
-  def spread_values(values: jax.Array) -> jax.Array:
-    return jnp.repeat(values[block, :, column].astype(jnp.float32), inputs // values.shape[1], axis=-1)
+  def gather(num_bytes: int, first: int, count: int) -> jax.Array:  # elements of each group: [n, groups, count, bytes]
+    split = packed.reshape(packed.shape[0], groups, -1, num_bytes)
+    elements = first + COLUMNS * jnp.arange(count).reshape(1, 1, -1) + columns
+    return split[blocks, jnp.arange(groups).reshape(1, -1, 1), elements]
 
-  weight = flat * spread_values(scales)
-  return weight if offsets is None else weight + spread_values(offsets)
+  codes = gather(4, 0, steps)
+  if layout.bits == 4:
+    codes = jnp.stack([codes & 15, codes >> 4], axis=-2)
+  weight = codes.reshape(*blocks.shape[:1], groups, -1)[..., : layout.group].astype(jnp.float32)
+  weight -= 1 << (layout.bits - 1)
+  values = gather(size, steps * COLUMNS * 4 // size, 2 if layout.has_offsets else 1)
+  values = jax.lax.bitcast_convert_type(values, jnp.dtype(layout.scale_dtype)).astype(jnp.float32)
+  weight = weight * values[..., :1] + values[..., 1:] if layout.has_offsets else weight * values
+  return weight.reshape(*indices.shape, layout.inputs)
 
 
 def reference_grouped_matmul(
@@ -333,9 +360,9 @@ def reference_grouped_matmul(
   Returns:
     f32[M, N].
   """
-  (rows, inputs), groups = x.shape, scales.shape[0]
-  check_group(inputs, groups, bits)
-  x, group, chunk = np.asarray(x, np.float32), inputs // groups, chunk_of_group(inputs // groups, bits)
+  (rows, inputs), x = x.shape, np.asarray(x, np.float32)
+  layout = GroupLayout(inputs, bits, len(scales))
+  group, chunk = layout.group, layout.chunk
   zero = 1 << (bits - 1)
   sums = np.zeros((rows, codes.shape[1]), np.float32)
   for begin in range(0, inputs, group):

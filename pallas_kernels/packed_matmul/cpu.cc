@@ -194,7 +194,7 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
 struct Call {
   ffi::ThreadPool& threads;
   int64_t rows, inputs, outputs, blocks;  // rows in use
-  const void *x, *norm, *w, *scales, *offsets, *residual;  // norm, scales, offsets, residual: or null
+  const void *x, *norm, *w, *scales, *residual;  // norm, scales, residual: or null
   void* y;
   float epsilon;
   bool gated, ordered;
@@ -211,15 +211,12 @@ void multiply_plain(const Call& call) {
       static_cast<const O*>(call.residual), call.blocks, static_cast<O*>(call.y), call.outputs);
 }
 
-// S: of the scales, float or the bits of a float16.
 template <typename X, typename S, typename O>
-void multiply_codes(const Call& call, const groups::Cut& cut, int bits) {
+void multiply_groups(const Call& call, const groups::Layout& layout, int bits) {
   const auto by = [&](auto way) {
-    way(call.threads, static_cast<const X*>(call.x), call.rows, cut, static_cast<const X*>(call.norm), call.epsilon,
-        call.gated,
-        groups::Weight<S>{static_cast<const uint8_t*>(call.w), static_cast<const S*>(call.scales),
-                          static_cast<const S*>(call.offsets)},
-        static_cast<const O*>(call.residual), call.blocks, static_cast<O*>(call.y), call.outputs);
+    way(call.threads, static_cast<const X*>(call.x), call.rows, layout, static_cast<const X*>(call.norm), call.epsilon,
+        call.gated, static_cast<const uint8_t*>(call.w), static_cast<const O*>(call.residual), call.blocks,
+        static_cast<O*>(call.y), call.outputs);
   };
 #if defined(__AVX512F__)
   if (groups::Vnni::available())
@@ -232,13 +229,13 @@ ffi::Error invalid(const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: " + text);
 }
 
-// x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], offsets [0], norm's scale [D] or [0],
-// rows in use [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the other rows. All are float32 or
-// bfloat16, but w may be int8 with scales, or with `bits` uint8 codes as groups.h has them, with scales and offsets
-// [ceil(N / 32), groups, 32] of float32 or float16. ordered: sums in the fixed order.
-ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scales,
-                  ffi::AnyBuffer offsets, ffi::AnyBuffer norm, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
-                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered, int32_t bits) {
+// x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
+// [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the other rows. All are float32 or bfloat16, but w
+// may be int8 with scales, or with `bits` the uint8 [ceil(N / 32), bytes] of groups.h. ordered: sums in the fixed order.
+ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
+                  ffi::AnyBuffer norm, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
+                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered, int32_t bits,
+                  int64_t num_groups, bool halves, bool has_offsets) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1] / (gated ? 2 : 1), N = y->dimensions()[1];
   const int64_t blocks = w.dimensions()[0];
   const bool normed = norm.dimensions()[0] != 0, adds = residual.dimensions()[0] != 0;
@@ -252,44 +249,38 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   const int64_t used_bytes = rows * N * (y->size_bytes() / std::max<int64_t>(1, M * N));
   std::memset(static_cast<char*>(y->untyped_data()) + used_bytes, 0, y->size_bytes() - used_bytes);
   if (rows == 0) return ffi::Error::Success();
-  const auto data_of = [](const ffi::AnyBuffer& buffer) {
+  const auto data_of = [](const auto& buffer) -> const void* {
     return buffer.element_count() ? buffer.untyped_data() : nullptr;
   };
   const Call call{threads, rows, D, N, blocks, x.untyped_data(), data_of(norm), w.untyped_data(), data_of(scales),
-                  data_of(offsets), data_of(residual), y->untyped_data(), epsilon, gated, ordered};
+                  data_of(residual), y->untyped_data(), epsilon, gated, ordered};
   const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
   const bool narrow = x_type == ffi::BF16;
   if ((!narrow && x_type != ffi::F32) || (y_type != ffi::F32 && y_type != x_type))
     return invalid("x is not float32 or bfloat16, or the result neither like x nor float32");
   if (bits != 0) {
-    if ((bits != 4 && bits != 8) || w_type != ffi::U8 || scales.dimensions().size() != 3)
-      return invalid("codes are not uint8 of 4 or 8 bits with scales for groups");
-    const int64_t num_groups = scales.dimensions()[1];
-    const groups::Cut cut(D, std::max<int64_t>(1, num_groups), bits);
-    if (num_groups < 1 || scales.dimensions()[0] != blocks || scales.dimensions()[2] != kColumns ||
-        (cut.padded() != D && num_groups != 1) ||
-        static_cast<int64_t>(w.element_count()) != blocks * cut.padded() * kColumns * bits / 8 ||
-        (call.offsets && (offsets.element_type() != scales.element_type() ||
-                          offsets.element_count() != scales.element_count())))
-      return invalid("codes, scales or offsets do not match");
+    if ((bits != 4 && bits != 8) || w_type != ffi::U8 || num_groups < 1 || D % num_groups != 0)
+      return invalid("codes are not uint8 of 4 or 8 bits in groups that divide the inputs");
+    const groups::Layout layout(D, num_groups, bits, halves, has_offsets);
+    if ((layout.padded() != D && num_groups != 1) ||
+        static_cast<int64_t>(w.element_count()) != blocks * layout.block_bytes())
+      return invalid("the bytes of the groups do not match");
     const auto with = [&](auto scale_type) {
       using S = decltype(scale_type);
       if (!narrow) {
-        multiply_codes<float, S, float>(call, cut, bits);
+        multiply_groups<float, S, float>(call, layout, bits);
       } else if (y_type == ffi::F32) {
-        multiply_codes<Bf16, S, float>(call, cut, bits);
+        multiply_groups<Bf16, S, float>(call, layout, bits);
       } else {
-        multiply_codes<Bf16, S, Bf16>(call, cut, bits);
+        multiply_groups<Bf16, S, Bf16>(call, layout, bits);
       }
       return ffi::Error::Success();
     };
-    if (scales.element_type() == ffi::F32) return with(float{});
-    if (scales.element_type() == ffi::F16) return with(uint16_t{});
-    return invalid("scales are neither float32 nor float16");
+    return halves ? with(uint16_t{}) : with(float{});
   }
   const bool quantized = w_type == ffi::S8;
-  if (w.dimensions()[1] != D || (!quantized && w_type != x_type) || call.offsets ||
-      scales.element_type() != ffi::F32 || scales.dimensions()[0] != (quantized ? N : 0))
+  if (w.dimensions()[1] != D || (!quantized && w_type != x_type) ||
+      scales.dimensions()[0] != (quantized ? N : 0))
     return invalid("w is neither like x nor int8 with scales");
   if (quantized && !narrow) {
     multiply_plain<float, int8_t, float>(call);
@@ -341,10 +332,12 @@ extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N
   return false;
 }
 
-// Packs codes of 4 or 8 bits, a byte each, for api.pack_codes.
-extern "C" void SluicePackCodes(const uint8_t* from, int64_t bits, int64_t D, int64_t N, int64_t down, int64_t across,
-                                uint8_t* to) {
-  (bits == 4 ? groups::pack<4> : groups::pack<8>)(from, D, N, down, across, to);
+// Packs codes of 4 or 8 bits, a byte each, with scales and offsets (or null) of 2 or 4 bytes, for api.pack_groups.
+extern "C" void SluicePackGroups(const uint8_t* codes, int64_t bits, int64_t D, int64_t N, int64_t down, int64_t across,
+                                 const char* scales, const char* offsets, int64_t num_groups, int64_t value_size,
+                                 uint8_t* to) {
+  const groups::Layout layout(D, num_groups, static_cast<int>(bits), value_size == 2, offsets != nullptr);
+  (bits == 4 ? groups::pack<4> : groups::pack<8>)(codes, N, down, across, scales, offsets, layout, to);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
@@ -352,8 +345,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
@@ -361,6 +353,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Attr<float>("epsilon")
                                   .Attr<bool>("gated")
                                   .Attr<bool>("ordered")
-                                  .Attr<int32_t>("bits"));
+                                  .Attr<int32_t>("bits")
+                                  .Attr<int64_t>("num_groups")
+                                  .Attr<bool>("halves")
+                                  .Attr<bool>("has_offsets"));
 
 }  // namespace sluice

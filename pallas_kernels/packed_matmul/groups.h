@@ -4,8 +4,9 @@
 // and the sums of a chunk are exact, so every instruction set gives the same ones. Sums of chunks are f32, in a fixed
 // order whatever the number of rows.
 //
-// Codes lie as [ceil(N / 32), inputs / 4, 32, 4] bytes, or for 4 bits as [ceil(N / 32), inputs / 8, 32, 4], where the
-// low halves are four inputs and the high halves the next four.
+// A weight is one stream of bytes for each block of 32 columns: for every group its codes, its scales and its offsets.
+// Codes lie as [inputs / 4, 32, 4] bytes, or for 4 bits as [inputs / 8, 32, 4], where the low halves are four inputs and
+// the high halves the next four.
 #pragma once
 
 #include <algorithm>
@@ -24,19 +25,25 @@ namespace groups {
 
 constexpr int64_t kLargestChunk = 128;  // inputs
 
-// How a row's inputs are cut into chunks, each of one group of weights. Zeros pad a single group to whole bytes.
-struct Cut {
+// A weight's block of columns, and how a row's inputs are cut into chunks, each of one group. Zeros pad a single group to
+// whole bytes.
+struct Layout {
   int64_t inputs, num_groups, group;
   int64_t num_chunks, chunk;  // of a group; its last chunk may be smaller
+  int64_t code_bytes, value_bytes, value_rows;  // of a group; value_rows: scales, or scales and offsets
 
-  Cut(int64_t D, int64_t num_groups, int bits) : inputs(D), num_groups(num_groups) {
+  Layout(int64_t D, int64_t num_groups, int bits, bool halves, bool has_offsets) : inputs(D), num_groups(num_groups) {
     const int64_t whole = bits == 4 ? 8 : 4;
     group = (D / num_groups + whole - 1) / whole * whole;
     num_chunks = (group + kLargestChunk - 1) / kLargestChunk;
     chunk = ((group + num_chunks - 1) / num_chunks + 7) / 8 * 8;
+    code_bytes = group * kColumns * bits / 8;
+    value_bytes = kColumns * (halves ? 2 : 4);
+    value_rows = has_offsets ? 2 : 1;
   }
   int64_t padded() const { return num_groups * group; }
   int64_t chunks() const { return num_groups * num_chunks; }
+  int64_t block_bytes() const { return num_groups * (code_bytes + value_rows * value_bytes); }
 };
 
 // A chunk of a row: the row's numbers are about factor * values.
@@ -215,11 +222,11 @@ void quantize_chunk(const float* x, int64_t count, int64_t whole, int32_t zero, 
 }
 
 template <typename Way>
-void quantize_row(const float* x, const Cut& cut, int32_t zero, typename Way::Value* to, Chunk* chunks) {
-  for (int64_t g = 0; g < cut.num_groups; ++g) {
-    for (int64_t c = 0; c < cut.num_chunks; ++c, ++chunks) {
-      const int64_t begin = g * cut.group + c * cut.chunk, end = std::min(begin + cut.chunk, (g + 1) * cut.group);
-      const int64_t count = std::clamp<int64_t>(cut.inputs - begin, 0, end - begin);
+void quantize_row(const float* x, const Layout& layout, int32_t zero, typename Way::Value* to, Chunk* chunks) {
+  for (int64_t g = 0; g < layout.num_groups; ++g) {
+    for (int64_t c = 0; c < layout.num_chunks; ++c, ++chunks) {
+      const int64_t begin = g * layout.group + c * layout.chunk, end = std::min(begin + layout.chunk, (g + 1) * layout.group);
+      const int64_t count = std::clamp<int64_t>(layout.inputs - begin, 0, end - begin);
       quantize_chunk<Way>(x + begin, count, end - begin, zero, to + begin, *chunks);
     }
   }
@@ -236,12 +243,13 @@ struct Rows {
   Rows from(int64_t row) const { return {values + row * stride, stride, chunks + row * num_chunks, num_chunks}; }
 };
 
-// y[R, columns of V vectors] = rows times the codes at w, scales and offsets (or null) of the same columns.
+// y[R, V vectors from column `first`] = rows times those columns of a block. S: of scales and offsets, float or the bits
+// of a float16.
 template <typename Way, int kBits, int R, int V, typename S>
-void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, const S* scales, const S* offsets,
+void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
                    float (*y)[kColumns], Ahead& state) {
   Ahead ahead = state;
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kBytes = 4 * kColumns;
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kBytes = 4 * kColumns, kNear = kBits == 4 ? 2 << 10 : 3 << 10;
   const auto* values = rows.values;
   Vec sums[R][V];
 #pragma GCC unroll 16
@@ -249,18 +257,19 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   const Chunk* chunk = rows.chunks;
-  for (int64_t g = 0; g < cut.num_groups; ++g, scales += kColumns) {
-    __builtin_prefetch(scales + 4 * kColumns, 0, 2);
-    if (offsets) __builtin_prefetch(offsets + 4 * kColumns, 0, 2);
-    for (int64_t begin = 0; begin < cut.group; begin += cut.chunk, ++chunk) {
+  const uint8_t* w = block + 4 * first;
+  for (int64_t g = 0; g < layout.num_groups; ++g) {
+    // Behind the group's codes, whose columns are 4 bytes each.
+    const S* scales = reinterpret_cast<const S*>(w - 4 * first + layout.code_bytes) + first;
+    for (int64_t begin = 0; begin < layout.group; begin += layout.chunk, ++chunk) {
       IntVec dots[R][V];
 #pragma GCC unroll 16
       for (int m = 0; m < R; ++m)
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m * rows.num_chunks].start);
-      const int64_t steps = std::min(cut.chunk, cut.group - begin) / kStep;
+      const int64_t steps = std::min(layout.chunk, layout.group - begin) / kStep;
       for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
-        ahead.prefetch<kBits == 4 ? 2 << 10 : 3 << 10>(w, kBytes);
+        ahead.prefetch<kNear>(w, kBytes);
         IntVec low[V], high[V];
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) {
@@ -285,7 +294,7 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) {
           scale[j] = load_value(scales + j * kLanes);
-          offset[j] = has_offsets ? load_value(offsets + j * kLanes) : Vec{};
+          offset[j] = has_offsets ? load_value(scales + kColumns + j * kLanes) : Vec{};
         }
 #pragma GCC unroll 16
         for (int m = 0; m < R; ++m) {
@@ -298,13 +307,14 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
           }
         }
       };
-      if (offsets) {
+      if (layout.value_rows == 2) {
         add_dots(std::true_type());
       } else {
         add_dots(std::false_type());
       }
     }
-    if (offsets) offsets += kColumns;
+    ahead.prefetch<kNear>(scales, layout.value_rows * layout.value_bytes);
+    w += layout.value_rows * layout.value_bytes;
   }
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
@@ -315,45 +325,32 @@ void multiply_tile(const Rows<Way>& rows, const Cut& cut, const uint8_t* w, cons
 
 // The same for a whole block of columns, in as many passes as needed.
 template <typename Way, int kBits, typename S, int R = Way::kRows>
-void multiply_tiles(int count, const Rows<Way>& rows, const Cut& cut, const uint8_t* w, const S* scales,
-                    const S* offsets, float (*y)[kColumns], Ahead& ahead) {
+void multiply_tiles(int count, const Rows<Way>& rows, const Layout& layout, const uint8_t* block, float (*y)[kColumns],
+                    Ahead& ahead) {
   if constexpr (R > 1) {
-    if (count < R) return multiply_tiles<Way, kBits, S, R - 1>(count, rows, cut, w, scales, offsets, y, ahead);
+    if (count < R) return multiply_tiles<Way, kBits, S, R - 1>(count, rows, layout, block, y, ahead);
   }
   constexpr int V = Way::kVectors, kPass = V * kLanes;
   for (int j = 0; j < kColumns; j += kPass) {
-    multiply_tile<Way, kBits, R, V, S>(rows, cut, w + 4 * j, scales + j, offsets ? offsets + j : nullptr,
-                                       reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
+    multiply_tile<Way, kBits, R, V, S>(rows, layout, block, j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
     ahead.near = false;  // the first pass has brought the block into the cache
   }
 }
 
-// A weight: codes, and scales and offsets (or null) as [blocks, groups, 32].
-template <typename S>
-struct Weight {
-  const uint8_t* codes;
-  const S *scales, *offsets;
-
-  Weight at_block(int64_t block, int64_t bytes, int64_t num_values) const {
-    return {codes + block * bytes, scales + block * num_values, offsets ? offsets + block * num_values : nullptr};
-  }
-};
-
 // Multiplies `count` rows by one block of columns, of which `columns` are in use. y, residual: of the first row, with N
 // numbers from row to row.
 template <typename Way, int kBits, typename S, typename O>
-void multiply_block(const Rows<Way>& rows, int64_t count, const Cut& cut, const Weight<S>& block, int64_t columns,
+void multiply_block(const Rows<Way>& rows, int64_t count, const Layout& layout, const uint8_t* block, int64_t columns,
                     const O* residual, O* y, int64_t N) {
-  // Tiles of even size: 16 rows become 8 and 8, not 12 and 4.
+  // Tiles of even size: 8 rows become 4 and 4, not 6 and 2.
   const int64_t tiles = (count + Way::kRows - 1) / Way::kRows, of_tile = (count + tiles - 1) / tiles;
-  const int64_t bytes = cut.padded() * kColumns * kBits / 8;
-  const int64_t steps = cut.padded() / (kBits == 4 ? 8 : 4) * kColumns / (Way::kVectors * kLanes);
-  Ahead ahead{tiles == 1, reinterpret_cast<const char*>(block.codes + bytes), tiles == 1 ? 0 : bytes / kLine,
-              tiles * steps};
+  const int64_t passes = kColumns / (Way::kVectors * kLanes), lines = layout.block_bytes() / kLine;
+  const int64_t terms = tiles * passes * (layout.padded() / (kBits == 4 ? 8 : 4) + layout.num_groups);
+  Ahead ahead{tiles == 1, reinterpret_cast<const char*>(block + layout.block_bytes()), tiles == 1 ? 0 : lines, terms};
   float result[Way::kRows][kColumns];
   for (int64_t first = 0; first < count; first += of_tile) {
     const int some = static_cast<int>(std::min(of_tile, count - first));
-    multiply_tiles<Way, kBits, S>(some, rows.from(first), cut, block.codes, block.scales, block.offsets, result, ahead);
+    multiply_tiles<Way, kBits, S>(some, rows.from(first), layout, block, result, ahead);
     for (int i = 0; i < some; ++i) {
       const int64_t at = (first + i) * N;
       finish<O>(result[i], columns, nullptr, residual ? residual + at : nullptr, y + at);
@@ -362,17 +359,17 @@ void multiply_block(const Rows<Way>& rows, int64_t count, const Cut& cut, const 
 }
 
 template <typename Way, int kBits, typename X, typename S, typename O>
-void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Cut& cut, const X* norm, float epsilon, bool gated,
-              const Weight<S>& weight, const O* residual, int64_t blocks, O* y, int64_t N) {
-  const int64_t D = cut.inputs;
+void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& layout, const X* norm, float epsilon, bool gated,
+              const uint8_t* weight, const O* residual, int64_t blocks, O* y, int64_t N) {
+  const int64_t D = layout.inputs;
   const bool worth_it = M * D * N > 500000;
   // An odd stride in cache lines: with a power of two, the rows of a tile would evict each other from the cache.
   constexpr int64_t kInLine = kLine / sizeof(typename Way::Value);
-  const int64_t stride = (cut.padded() + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
+  const int64_t stride = (layout.padded() + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
   static thread_local std::vector<typename Way::Value> all_values;
   static thread_local std::vector<Chunk> all_chunks;
   all_values.resize(M * stride + kInLine);
-  all_chunks.resize(M * cut.chunks());
+  all_chunks.resize(M * layout.chunks());
   typename Way::Value* values = all_values.data();
   Chunk* chunks = all_chunks.data();
   const auto prepare = [=](int64_t begin, int64_t end) {
@@ -381,44 +378,53 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Cut& cut, c
     const bool as_it_is = std::is_same_v<X, float> && norm == nullptr && !gated;
     for (int64_t m = begin; m < end; ++m) {
       if (!as_it_is) prepare_row(x, m, D, norm, epsilon, gated, row.data());
-      quantize_row<Way>(as_it_is ? reinterpret_cast<const float*>(x) + m * D : row.data(), cut, 1 << (kBits - 1),
-                        values + m * stride, chunks + m * cut.chunks());
+      quantize_row<Way>(as_it_is ? reinterpret_cast<const float*>(x) + m * D : row.data(), layout, 1 << (kBits - 1),
+                        values + m * stride, chunks + m * layout.chunks());
     }
   };
   const auto product = [=](int64_t block, int64_t begin, int64_t count) {
-    const int64_t bytes = cut.padded() * kColumns * kBits / 8, at = begin * N + block * kColumns;
-    multiply_block<Way, kBits, S, O>(Rows<Way>{values, stride, chunks, cut.chunks()}.from(begin), count, cut,
-                                     weight.at_block(block, bytes, cut.num_groups * kColumns),
+    const int64_t at = begin * N + block * kColumns;
+    multiply_block<Way, kBits, S, O>(Rows<Way>{values, stride, chunks, layout.chunks()}.from(begin), count, layout,
+                                     weight + block * layout.block_bytes(),
                                      std::min<int64_t>(kColumns, N - block * kColumns),
                                      residual ? residual + at : nullptr, y + at, N);
   };
   spread_blocks(threads, M, blocks, Way::kRows, true, worth_it, prepare, product);
 }
 
-// Packs codes [D, N] of 8 or 4 bits, with strides `down` along D and `across` along N. Writes zeros for inputs that pad
-// the last byte, and leaves the last block's columns beyond N alone.
+// Packs codes [D, N] of 8 or 4 bits, with strides `down` along D and `across` along N, and scales and offsets (or null)
+// [groups, N]. Writes zeros for inputs that pad the last byte, and leaves the last block's columns beyond N alone.
 template <int kBits>
-void pack(const uint8_t* from, int64_t D, int64_t N, int64_t down, int64_t across, uint8_t* to) {
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4;
-  const int64_t steps = (D + kStep - 1) / kStep;
-  for (int64_t n = 0; n < N; n += kColumns, from += kColumns * across, to += steps * 4 * kColumns) {
+void pack(const uint8_t* from, int64_t N, int64_t down, int64_t across, const char* scales, const char* offsets,
+          const Layout& layout, uint8_t* to) {
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kSteps = 16;
+  const int64_t size = layout.value_bytes / kColumns, steps = layout.group / kStep;
+  for (int64_t n = 0; n < N; n += kColumns) {
     const int64_t columns = std::min<int64_t>(kColumns, N - n);
-    constexpr int64_t kSteps = 16;  // works in squares, so that both sides stay in the cache
-    for (int64_t first = 0; first < steps; first += kSteps) {
-      for (int64_t j = 0; j < columns; ++j) {
-        for (int64_t k = first; k < std::min(first + kSteps, steps); ++k) {
-          uint8_t codes[kStep] = {};
-          const uint8_t* at = from + k * kStep * down + j * across;
-          const int64_t count = std::min(kStep, D - k * kStep);
-          if (down == 1 && count == kStep) {
-            std::memcpy(codes, at, kStep);
-          } else {
-            for (int64_t i = 0; i < count; ++i) codes[i] = at[i * down];
+    for (int64_t g = 0; g < layout.num_groups; ++g) {
+      const int64_t begin = g * layout.group, end = std::min(begin + layout.group, layout.inputs);
+      for (int64_t first = 0; first < steps; first += kSteps) {  // in squares, so that both sides stay in the cache
+        for (int64_t j = 0; j < columns; ++j) {
+          for (int64_t k = first; k < std::min(first + kSteps, steps); ++k) {
+            uint8_t codes[kStep] = {};
+            const int64_t d = begin + k * kStep, count = std::min(kStep, end - d);
+            const uint8_t* at = from + d * down + (n + j) * across;
+            if (down == 1 && count == kStep) {
+              std::memcpy(codes, at, kStep);
+            } else {
+              for (int64_t i = 0; i < count; ++i) codes[i] = at[i * down];
+            }
+            uint8_t* four = to + (k * kColumns + j) * 4;
+            for (int64_t i = 0; i < 4; ++i)
+              four[i] = kBits == 4 ? static_cast<uint8_t>(codes[i] | codes[(i + 4) % kStep] << 4) : codes[i];
           }
-          uint8_t* four = to + k * 4 * kColumns + j * 4;
-          for (int64_t i = 0; i < 4; ++i)
-            four[i] = kBits == 4 ? static_cast<uint8_t>(codes[i] | codes[(i + 4) % kStep] << 4) : codes[i];
         }
+      }
+      to += layout.code_bytes;
+      for (const char* values : {scales, offsets}) {
+        if (values == nullptr) continue;
+        std::memcpy(to, values + (g * N + n) * size, static_cast<size_t>(columns * size));
+        to += layout.value_bytes;
       }
     }
   }

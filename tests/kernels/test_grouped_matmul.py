@@ -1,6 +1,7 @@
 """Products with weights of 4 and 8 bits by group: the bits of the reference, in any batch, on every instruction set."""
 
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +36,17 @@ def make_rows(rows: int, inputs: int) -> np.ndarray:
   return np.random.default_rng(rows).standard_normal((rows, inputs), np.float32) * 3
 
 
-def multiply(x: np.ndarray | jax.Array, weight: GroupedWeight, **more) -> np.ndarray:
-  codes = jnp.asarray(api.pack_codes(weight.codes, weight.bits))
-  scales = jnp.asarray(api.pack_group_values(weight.scales))
-  offsets = None if weight.offsets is None else jnp.asarray(api.pack_group_values(weight.offsets))
-  (outputs,) = weight.outputs
-  return np.asarray(
-    api.grouped_matmul(jnp.asarray(x), codes, scales, outputs, bits=weight.bits, offsets=offsets, **more)
+def pack(weight: GroupedWeight) -> tuple[jax.Array, api.GroupLayout]:
+  layout = api.GroupLayout(
+    weight.inputs, weight.bits, len(weight.scales), weight.scales.dtype.name, weight.offsets is not None
   )
+  return jnp.asarray(api.pack_groups(weight.codes, weight.scales, weight.offsets, weight.bits)), layout
+
+
+def multiply(x: np.ndarray | jax.Array, weight: GroupedWeight, **more) -> np.ndarray:
+  packed, layout = pack(weight)
+  (outputs,) = weight.outputs
+  return np.asarray(api.grouped_matmul(jnp.asarray(x), packed, outputs, layout, **more))
 
 
 def check_product(x: np.ndarray, weight: GroupedWeight) -> None:
@@ -178,66 +182,69 @@ def test_rows_behind_those_in_use_are_left_out(bits: int) -> None:
 
 
 def test_leading_dimensions_and_columns_by_index() -> None:
-  for bits, offsets in ((4, True), (8, False)):
-    x, weight = make_rows(6, 96), make_weight(96, 50, bits, 3, offsets)
+  for bits, offsets, dtype in ((4, True, "float16"), (8, False, "float32")):
+    x, weight = make_rows(6, 96), make_weight(96, 50, bits, 3, offsets, dtype)
     flat = multiply(x, weight)
     np.testing.assert_array_equal(multiply(x.reshape(2, 3, 96), weight), flat.reshape(2, 3, 50))
-    packed, scales = (
-      jnp.asarray(api.pack_codes(weight.codes, bits)),
-      jnp.asarray(api.pack_group_values(weight.scales)),
-    )
-    packed_offsets = None if weight.offsets is None else jnp.asarray(api.pack_group_values(weight.offsets))
     indices = jnp.asarray([[0, 49], [31, 32]])
-    found = api.look_up_columns(packed, scales, indices, 96, bits=bits, offsets=packed_offsets)
+    found = api.look_up_columns(*pack(weight), indices)
     np.testing.assert_allclose(found, weight.dequantize().T[np.asarray(indices)], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (40, 31), (260, 100)], ids=str)
-def test_any_view_is_packed(shape: tuple[int, int], bits: int) -> None:
-  """Input d of column n lies in step d // 4, or d // 8 with the next four in the upper halves; padding is zeros."""
-  (inputs, outputs), (blocks, steps, columns, _) = shape, api.packed_codes_shape(*shape, bits)
-  codes = np.random.default_rng(0).integers(0, 1 << bits, shape).astype(np.uint8)
-  padded = np.pad(codes, ((0, steps * (8 if bits == 4 else 4) - inputs), (0, blocks * columns - outputs)))
+@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(1, 1, 1), (17, 33, 1), (48, 31, 3), (256, 100, 2)])
+def test_any_view_is_packed(inputs: int, outputs: int, groups: int, bits: int) -> None:
+  """Input d of a group lies in step d // 4, or d // 8 with the next four in the upper halves; padding is zeros."""
+  weight, step = make_weight(inputs, outputs, bits, groups, offsets=True), 8 if bits == 4 else 4
+  blocks, steps = -(-outputs // 32), -(-inputs // groups // step)
+  padding = ((0, 0), (0, steps * step - inputs // groups), (0, blocks * 32 - outputs))
+  codes = np.pad(weight.codes.reshape(groups, -1, outputs), padding)
   if bits == 4:
-    halves = padded.reshape(steps, 2, 4, blocks, columns)
-    expected = (halves[:, 0] | halves[:, 1] << 4).transpose(2, 0, 3, 1)
+    halves = codes.reshape(groups, steps, 2, 4, blocks, 32)
+    placed = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(3, 0, 1, 4, 2)
   else:
-    expected = padded.reshape(steps, 4, blocks, columns).transpose(2, 0, 3, 1)
+    placed = codes.reshape(groups, steps, 4, blocks, 32).transpose(3, 0, 1, 4, 2)
+  assert weight.offsets is not None
+  values = [
+    np.pad(each, ((0, 0), (0, blocks * 32 - outputs))).reshape(groups, blocks, 32).transpose(1, 0, 2).copy()
+    for each in (weight.scales, weight.offsets)
+  ]
+  parts = [placed.reshape(blocks, groups, -1), *(each.view(np.uint8) for each in values)]
+  expected = np.concatenate(parts, axis=2).reshape(blocks, -1)
   more = np.zeros((outputs + 3, 2, inputs + 1), np.uint8)
-  more[3:, 1, 1:] = codes.T
-  for view in (codes, np.ascontiguousarray(codes.T).T, more[3:, 1, 1:].T):
-    np.testing.assert_array_equal(api.pack_codes(view, bits), expected)
+  more[3:, 1, 1:] = weight.codes.T
+  for view in (weight.codes, np.ascontiguousarray(weight.codes.T).T, more[3:, 1, 1:].T):
+    np.testing.assert_array_equal(api.pack_groups(view, weight.scales, weight.offsets, bits), expected)
 
 
 def test_chunks_are_even_parts_of_groups() -> None:
   for group, chunk in ((32, 32), (128, 128), (256, 128), (768, 128), (288, 96), (404, 104), (132, 72), (2052, 128)):
-    assert api.chunk_of_group(group, 8) == chunk
+    assert api.GroupLayout(group, 8).chunk == chunk
 
 
 def test_what_does_not_fit_is_named() -> None:
   x, weight = jnp.asarray(make_rows(2, 96)), make_weight(96, 50, 4, 3)
-  codes, scales = jnp.asarray(api.pack_codes(weight.codes, 4)), jnp.asarray(api.pack_group_values(weight.scales))
-  with pytest.raises(ValueError, match=r"codes are uint8\[2, 12, 32, 4\]; x \(2, 96\) and 70 outputs at 4 bits need"):
-    api.grouped_matmul(x, codes, scales, 70, bits=4)
-  with pytest.raises(ValueError, match=r"need uint8\[2, 24, 32, 4\]"):
-    api.grouped_matmul(x, codes, scales, 50, bits=8)
-  with pytest.raises(ValueError, match="codes of 3 bits; supported are 4 and 8"):
-    api.pack_codes(weight.codes, 3)
-  with pytest.raises(ValueError, match=r"scales are float16\[1, 3, 32\]; 50 outputs need .* \[2, groups, 32\]"):
-    api.grouped_matmul(x, codes, scales[:1], 50, bits=4)
-  with pytest.raises(ValueError, match="5 groups do not divide 96 inputs"):
-    api.check_group(96, 5, 4)
-  with pytest.raises(ValueError, match=r"groups of 12 inputs at 4 bits; groups must be multiples of 8 inputs, or a"):
-    api.check_group(96, 8, 4)
-  with pytest.raises(ValueError, match=r"offsets are float32\[2, 3, 32\]; they must be like the scales, float16"):
-    api.grouped_matmul(x, codes, scales, 50, bits=4, offsets=scales.astype(jnp.float32))
-  with pytest.raises(ValueError, match=r"codes are int8\[96, 50\]; they must be uint8"):
-    api.pack_codes(weight.codes.astype(np.int8), 4)
-  with pytest.raises(ValueError, match=r"values of groups are float64\[3, 50\]"):
-    api.pack_group_values(weight.scales.astype(np.float64))
+  packed, layout = pack(weight)
+  with pytest.raises(ValueError, match=r"the weight is uint8\[2, 1728\]; 70 outputs need uint8\[3, 1728\]"):
+    api.grouped_matmul(x, packed, 70, layout)
+  with pytest.raises(ValueError, match=r"need uint8\[2, 3264\]"):
+    api.grouped_matmul(x, packed, 50, dataclasses.replace(layout, bits=8))
+  with pytest.raises(ValueError, match=r"x \(2, 95\) does not have the 96 inputs"):
+    api.grouped_matmul(x[:, :95], packed, 50, layout)
   with pytest.raises(ValueError, match=r"residual float32\[2, 49\]"):
-    api.grouped_matmul(x, codes, scales, 50, bits=4, residual=jnp.zeros((2, 49)))
+    api.grouped_matmul(x, packed, 50, layout, residual=jnp.zeros((2, 49)))
+  with pytest.raises(ValueError, match="codes of 3 bits; supported are 4 and 8"):
+    api.pack_groups(weight.codes, weight.scales, None, 3)
+  with pytest.raises(ValueError, match=r"codes are int8\[96, 50\]; they must be uint8"):
+    api.pack_groups(weight.codes.astype(np.int8), weight.scales, None, 4)
+  with pytest.raises(ValueError, match="scales are float64; they must be float16 or float32"):
+    api.pack_groups(weight.codes, weight.scales.astype(np.float64), None, 4)
+  with pytest.raises(ValueError, match=r"offsets are float16\[2, 50\]; 50 outputs need float16\[groups, 50\] for both"):
+    api.pack_groups(weight.codes, weight.scales, weight.scales[:2], 4)
+  with pytest.raises(ValueError, match="5 groups do not divide 96 inputs"):
+    api.GroupLayout(96, 4, 5)
+  with pytest.raises(ValueError, match=r"groups of 12 inputs at 4 bits; groups must be multiples of 8 inputs, or a"):
+    api.GroupLayout(96, 4, 8)
 
 
 # --- Another way to multiply, and seeded bugs -------------------------------------------------------------------------
@@ -263,13 +270,16 @@ _BUGS = {
   "sum_without_factor": ("chunk.factor * static_cast<float>(sum);", "static_cast<float>(sum);"),
   "factor_of_another_row": ("every(own.factor)", "every(chunk->factor)"),
   "start_of_another_row": ("all_ints(chunk[m * rows.num_chunks].start)", "all_ints(chunk->start)"),
-  "scales_of_the_first_group": ("++g, scales += kColumns)", "++g)"),
-  "offsets_of_the_first_group": ("if (offsets) offsets += kColumns;", ""),
+  "scales_of_the_first_group": (
+    "(w - 4 * first + layout.code_bytes)",
+    "(block + layout.code_bytes)",
+  ),
+  "scales_instead_of_offsets": ("load_value(scales + kColumns + j * kLanes)", "load_value(scales + j * kLanes)"),
   "values_of_another_row": ("values_at(values + m * rows.stride);", "values_at(values);"),
   "upper_halves_left_out": ("dots[m][j] = Way::add(dots[m][j], high[j], next);", ";"),
-  "last_chunk_too_long": ("std::min(cut.chunk, cut.group - begin) / kStep", "cut.chunk / kStep"),
+  "last_chunk_too_long": ("std::min(layout.chunk, layout.group - begin) / kStep", "layout.chunk / kStep"),
   "inverse_of_another_factor": ("inverse = 127.0f / magnitude", "inverse = 126.0f / magnitude"),
-  "wrong_block_of_scales": ("scales + block * num_values, offsets ?", "scales, offsets ?"),
+  "wrong_block_of_columns": ("weight + block * layout.block_bytes()", "weight"),
   "upper_half_packed_from_the_lower": ("codes[(i + 4) % kStep] << 4", "codes[i] << 4"),
 }
 

@@ -62,13 +62,17 @@ def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
   return _packed(np.asarray(values)), scales
 
 
-def _grouped(weight: np.ndarray, bits: int, group: int) -> tuple[jax.Array, jax.Array]:
+def _grouped(weight: np.ndarray, bits: int, group: int) -> jax.Array:
   made = quantize_by_group(weight, 1, bits, group)
-  return jax.device_put(api.pack_codes(made.codes, bits)), jax.device_put(api.pack_group_values(made.scales))
+  return jax.device_put(api.pack_groups(made.codes, made.scales, made.offsets, bits))
 
 
-def _multiply_grouped(bits: int, x: jax.Array, held: tuple[jax.Array, jax.Array], outputs: int) -> jax.Array:
-  return api.grouped_matmul(x, *held, outputs, bits=bits)
+def _multiply_w8a8(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
+  return api.grouped_matmul(x, packed, outputs, api.GroupLayout(x.shape[-1], 8))
+
+
+def _multiply_int4(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
+  return api.grouped_matmul(x, packed, outputs, api.GroupLayout(x.shape[-1], 4, x.shape[-1] // 32, "float16"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +89,8 @@ WAYS = {
   "packed": Way(_packed, 4, api.matmul),
   "ordered": Way(_packed, 4, functools.partial(api.matmul, ordered=True)),
   "int8": Way(_int8, 1, lambda x, held, outputs: api.matmul(x, held[0], outputs, scales=held[1])),
-  "w8a8": Way(lambda weight: _grouped(weight, 8, len(weight)), 1, functools.partial(_multiply_grouped, 8)),
-  "int4": Way(lambda weight: _grouped(weight, 4, 32), 0.5 + 2 / 32, functools.partial(_multiply_grouped, 4)),
+  "w8a8": Way(lambda weight: _grouped(weight, 8, len(weight)), 1, _multiply_w8a8),
+  "int4": Way(lambda weight: _grouped(weight, 4, 32), 0.5 + 2 / 32, _multiply_int4),
 }
 
 
