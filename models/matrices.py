@@ -366,9 +366,8 @@ class PackedGroupedMatrix(PackedMatrix):
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     held = group_weight(weight, self.spec, self.form, part)
     codes = held.codes.reshape(self.layout.inputs, -1)
-    scales, offsets = (
-      None if values is None else values.reshape(self.layout.groups, -1) for values in (held.scales, held.offsets)
-    )
+    scales = held.scales.reshape(self.layout.groups, -1)
+    offsets = None if held.offsets is None else held.offsets.reshape(scales.shape)
     return {"array": packed_matmul.pack_groups(codes, scales, offsets, self.form.bits)}
 
   def _multiply(self, x, outputs, **others):

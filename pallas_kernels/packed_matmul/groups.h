@@ -392,35 +392,40 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
   spread_blocks(threads, M, blocks, Way::kRows, true, worth_it, prepare, product);
 }
 
+// Packs the codes of one step of a block: `count` inputs of `columns` columns, and zeros for the other inputs.
+template <int kBits>
+inline __attribute__((always_inline)) void pack_step(const uint8_t* from, int64_t down, int64_t across, int64_t count,
+                                                     int64_t columns, uint8_t* to) {
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4;
+  for (int64_t j = 0; j < columns; ++j) {
+    uint8_t codes[kStep] = {};
+    for (int64_t i = 0; i < count; ++i) codes[i] = from[i * down + j * across];
+    for (int64_t i = 0; i < 4; ++i)
+      to[4 * j + i] = kBits == 4 ? static_cast<uint8_t>(codes[i] | codes[(i + 4) % kStep] << 4) : codes[i];
+  }
+}
+
 // Packs codes [D, N] of 8 or 4 bits, with strides `down` along D and `across` along N, and scales and offsets (or null)
-// [groups, N]. Writes zeros for inputs that pad the last byte, and leaves the last block's columns beyond N alone.
+// [groups, N]. Leaves the last block's columns beyond N alone.
 template <int kBits>
 void pack(const uint8_t* from, int64_t N, int64_t down, int64_t across, const char* scales, const char* offsets,
           const Layout& layout, uint8_t* to) {
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kSteps = 16;
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4;
   const int64_t size = layout.value_bytes / kColumns, steps = layout.group / kStep;
   for (int64_t n = 0; n < N; n += kColumns) {
     const int64_t columns = std::min<int64_t>(kColumns, N - n);
     for (int64_t g = 0; g < layout.num_groups; ++g) {
-      const int64_t begin = g * layout.group, end = std::min(begin + layout.group, layout.inputs);
-      for (int64_t first = 0; first < steps; first += kSteps) {  // in squares, so that both sides stay in the cache
-        for (int64_t j = 0; j < columns; ++j) {
-          for (int64_t k = first; k < std::min(first + kSteps, steps); ++k) {
-            uint8_t codes[kStep] = {};
-            const int64_t d = begin + k * kStep, count = std::min(kStep, end - d);
-            const uint8_t* at = from + d * down + (n + j) * across;
-            if (down == 1 && count == kStep) {
-              std::memcpy(codes, at, kStep);
-            } else {
-              for (int64_t i = 0; i < count; ++i) codes[i] = at[i * down];
-            }
-            uint8_t* four = to + (k * kColumns + j) * 4;
-            for (int64_t i = 0; i < 4; ++i)
-              four[i] = kBits == 4 ? static_cast<uint8_t>(codes[i] | codes[(i + 4) % kStep] << 4) : codes[i];
-          }
+      for (int64_t k = 0; k < steps; ++k, to += 4 * kColumns) {
+        const int64_t d = g * layout.group + k * kStep, count = std::min(kStep, layout.inputs - d);
+        const uint8_t* at = from + d * down + n * across;
+        if (count == kStep && columns == kColumns && across == 1) {  // known at compile time, for vectors
+          pack_step<kBits>(at, down, 1, kStep, kColumns, to);
+        } else if (count == kStep && down == 1) {
+          pack_step<kBits>(at, 1, across, kStep, columns, to);
+        } else {
+          pack_step<kBits>(at, down, across, count, columns, to);
         }
       }
-      to += layout.code_bytes;
       for (const char* values : {scales, offsets}) {
         if (values == nullptr) continue;
         std::memcpy(to, values + (g * N + n) * size, static_cast<size_t>(columns * size));
