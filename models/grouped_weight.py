@@ -141,7 +141,11 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   group = math.gcd(*(weight.group for _, weight in pieces))
   parts = [(piece, (weight.widen() if weight.bits < bits else weight).regroup(group)) for piece, weight in pieces]
   has_offsets = any(weight.offsets is not None for _, weight in parts)
-  codes = _placed([(piece, weight.codes.T.reshape(piece.split).transpose(piece.order)) for piece, weight in parts], 0)
+  # In the tensors' order of memory, because a transposed copy of bytes takes ten times as long.
+  stored = pieces[0][0].order if pieces[0][1].codes.T.flags.c_contiguous else None
+  codes = _placed(
+    [(piece, weight.codes.T.reshape(piece.split).transpose(piece.order)) for piece, weight in parts], 0, stored
+  )
 
   def placed(values: list[np.ndarray]) -> np.ndarray:
     # The same outputs as the codes, and one dimension of groups instead of the inputs.
@@ -162,8 +166,13 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   return GroupedWeight(codes, scales, bits, num_inputs, offsets)
 
 
-def _placed(parts: list[tuple[Piece, np.ndarray]], fewer: int) -> np.ndarray:
-  """Puts each value at its piece's place. Args: fewer: leading axes of the parameter that the values lack."""
+def _placed(parts: list[tuple[Piece, np.ndarray]], fewer: int, stored: tuple[int, ...] | None = None) -> np.ndarray:
+  """Puts each value at its piece's place.
+
+  Args:
+    fewer: leading axes of the parameter that the values lack.
+    stored: the order of `Piece.split`'s axes in memory, for a transposed result; None: C order.
+  """
   if not parts[0][0].place:
     ((_, value),) = parts
     return value
@@ -172,8 +181,9 @@ def _placed(parts: list[tuple[Piece, np.ndarray]], fewer: int) -> np.ndarray:
   for (_, value), place in zip(parts, places, strict=True):
     for axis, offset in place.items():
       shape[axis] = max(shape[axis], offset + value.shape[axis])
-  # In the first piece's order of memory: a transposed copy of bytes takes ten times as long.
-  out = np.empty_like(parts[0][1], np.result_type(*(value.dtype for _, value in parts)), shape=shape)
+  order = stored or tuple(range(len(shape)))
+  dtype = np.result_type(*(value.dtype for _, value in parts))
+  out = np.empty([shape[order.index(axis)] for axis in range(len(shape))], dtype).transpose(order)
   for (_, value), place in zip(parts, places, strict=True):
     starts = [place.get(axis, 0) for axis in range(value.ndim)]
     out[tuple(slice(start, start + size) for start, size in zip(starts, value.shape, strict=True))] = value

@@ -1,6 +1,7 @@
 """Loads model folders to sharded parameters, one tensor at a time. May not choose shapes or shardings.
 
-It reads two kinds of folder: Hugging Face's (config.json and safetensors) and Sluice's (engine/device/orbax_folder.py).
+It reads two kinds of folder: Hugging Face's (config.json with safetensors or a GGUF file; engine/device/formats reads
+quantized ones) and Sluice's (engine/device/orbax_folder.py).
 It checks the folder before it makes the first array. It never opens pickled weights, or files outside the folder.
 """
 
@@ -38,6 +39,7 @@ from models.weight_form import PLAIN, PLAIN_MATRIX, UnsupportedForm, WeightForm
 _MOST_NAMED = 20  # most unknown keys in one warning
 _BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
 _EMBEDDING = "model.embed_tokens.weight"
+_RANDOM_WARNING = "config.json: quantization_config does not apply to random weights; --quantization sets their form"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +180,11 @@ def open_checkpoint(
     params=jax.tree.unflatten(jax.tree.structure(state), list(kept.values())),
     eos_token_ids=eos_token_ids,
     name=marker["name"] if is_orbax else name_of_model(folder),
-    warnings=(*_unknown_keys_warning(raw), *(source.warnings if source is not None else ())),
+    warnings=(
+      *_unknown_keys_warning(raw),
+      *(source.warnings if source is not None else ()),
+      *((_RANDOM_WARNING,) if random_weights and raw.get("quantization_config") else ()),
+    ),
   )
 
   def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:

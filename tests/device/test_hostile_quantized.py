@@ -200,6 +200,13 @@ def test_scales_of_activations_are_named(pristine, tmp_path):
   assert f"tensor {LAYER}.input_scale: scales of activations and KV are not read" in warning
 
 
+def test_random_weights_of_a_quantized_config_are_plain_and_said_to_be(pristine):
+  found = open_checkpoint(str(pristine["awq"]), make_mesh(jax.devices()[:1]), "float32", random_weights=True)
+  assert found.label == "" and found.declared.warnings == (
+    "config.json: quantization_config does not apply to random weights; --quantization sets their form",
+  )
+
+
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
