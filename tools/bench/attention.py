@@ -1,19 +1,19 @@
 """Measures a layer's paged attention, and shows that its cost depends on the batch, not on the pool or the block table.
 
   python -m tools.bench.attention [--seconds=0.5]
-  python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--seconds=60]
+  python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--kv_dtype=int8] [--seconds=60]
 
 The first command prints milliseconds a layer (best and median of several calls of a program of four layers) for the
-batches of pallas_kernels/paged_attention/arg_specs.py. It measures the C++ kernel and XLA's loops, with rotary
-embedding and KV write as in a step. Beside them stand a naive version and a floor. The naive version gathers every
-row's whole block table, if that fits in 2 GiB. The floor is the batch's keys and values over the read bandwidth of all
-cores, measured in the same run.
+batches of pallas_kernels/paged_attention/arg_specs.py. It measures the C++ kernel with KV of float32 and of int8, in
+turns, and XLA's loops, with rotary embedding and KV write as in a step. Beside them stand a naive version and a floor.
+The naive version gathers every row's whole block table, if that fits in 2 GiB. The floor is the batch's keys and values
+in float32 over the read bandwidth of all cores, measured in the same run.
 
 The second command prints attention's share of a decode step, as a line of text and a line of JSON. It times the
 engine's own step program, warm and through its runner, in three forms that alternate. The first form has `context`
 positions a row. The second has one position a row, which leaves next to nothing to read. The third has no attention:
-the heads' outputs are the queries, and the program writes no KV. Without --model, the command makes a random Llama of
-125M parameters.
+the heads' outputs are the queries, and the program writes no KV. With --kv_dtype=int8 a fourth form is the first with
+int8 KV. Without --model, the command makes a random Llama of 125M parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,8 +88,8 @@ def operands(spec: ArgSpec, num_blocks: int) -> tuple[jax.Array, api.RaggedMeta]
   return jnp.asarray(np.nan_to_num(arguments.q)), api.RaggedMeta(tables, lens, starts)
 
 
-def measure_implementation(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float]:
-  """Returns milliseconds a layer, best and median, of rotary embedding, KV write and attention."""
+def make_layers(name: str, kv_dtype: str, spec: ArgSpec, num_blocks: int) -> Callable[[], None]:
+  """Returns a function that runs rotary embedding, KV write and attention of several layers."""
   q, meta = operands(spec, num_blocks)
   num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
   attention = api.PagedAttention(name, spec.geometry, spec.scale)
@@ -109,14 +109,35 @@ def measure_implementation(name: str, spec: ArgSpec, num_blocks: int, seconds: f
       q = out.reshape(q.shape)
     return kv, q
 
-  kv = jnp.ones(api.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, name))
+  kv = jnp.ones(api.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, name, kv_dtype), kv_dtype)
 
   def run() -> None:
     nonlocal kv
     kv, _ = jax.block_until_ready(program(kv, q, cos, sin, meta, slots))
 
-  best, median = best_and_median(run, seconds)
-  return best / _LAYERS, median / _LAYERS
+  return run
+
+
+def measure_in_turns(
+  kinds: Sequence[tuple[str, str]], spec: ArgSpec, num_blocks: int, seconds: float
+) -> list[tuple[float, float]]:
+  """Returns milliseconds a layer, best and median, of each implementation and dtype of KV.
+
+  Args:
+    kinds: names of implementations, with the dtype of their KV.
+    seconds: for each.
+  """
+  runs = [make_layers(name, kv_dtype, spec, num_blocks) for name, kv_dtype in kinds]
+  times: list[list[float]] = [[] for _ in runs]
+  for run in runs:
+    run()
+  end = time.perf_counter() + seconds * len(runs)
+  while len(times[0]) < 3 or time.perf_counter() < end:
+    for run, found in zip(runs, times, strict=True):
+      start = time.perf_counter()
+      run()
+      found.append(1e3 * (time.perf_counter() - start) / _LAYERS)
+  return [(min(found), statistics.median(found)) for found in times]
 
 
 def naive_best(spec: ArgSpec, num_blocks: int, seconds: float) -> float | None:
@@ -132,20 +153,22 @@ def naive_best(spec: ArgSpec, num_blocks: int, seconds: float) -> float | None:
   return best_and_median(lambda: program(q, kv, meta).block_until_ready(), seconds)[0] / _LAYERS
 
 
-def implementations() -> tuple[str, ...]:
-  """Returns the implementations that run on a CPU: the C++ kernel, if it is built, and XLA's."""
+def implementations() -> tuple[tuple[str, str], ...]:
+  """Returns what runs on a CPU, with the dtype of its KV: the C++ kernel, if it is built, and XLA's loops."""
   spec = arg_specs.BENCHMARK[0]
   try:
     api.check_supported("cpu", spec.geometry, spec.dtype)
   except NotImplementedError as error:
     print(error, file=sys.stderr)
-    return ("reference",)
-  return ("cpu", "reference")
+    return (("reference", "float32"),)
+  return ("cpu", "float32"), ("cpu", "int8"), ("reference", "float32")
 
 
-def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, seconds: float, bandwidth: float) -> str:
-  """Returns a line of a table; the floor's factor is the first implementation's."""
-  times = [measure_implementation(name, spec, num_blocks, seconds) for name in names]
+def line(
+  kinds: Sequence[tuple[str, str]], title: str, spec: ArgSpec, num_blocks: int, seconds: float, bandwidth: float
+) -> str:
+  """Returns a line of a table; KV bytes and the floor's factor are those of the first kind, with float32."""
+  times = measure_in_turns(kinds, spec, num_blocks, seconds)
   other = naive_best(spec, num_blocks, seconds)
   held = sum(length for _, length in spec.rows) * 2 * spec.num_kv_heads * spec.head_dim * 4
   floor = 1e3 * held / bandwidth
@@ -172,11 +195,14 @@ def without_attention(name: str) -> Iterator[str]:
     yield "nothing"
 
 
-def build_step(model_dir: str, rows: int, context: int, block_size: int, attention: str = "auto") -> Built:
+def build_step(
+  model_dir: str, rows: int, context: int, block_size: int, attention: str = "auto", kv_dtype: str = "auto"
+) -> Built:
   """Returns an engine with one rung, of `rows` tokens and rows, and a pool that holds them."""
   options = BuildOptions(
     model_dir=model_dir,
     attention=attention,
+    kv_dtype=kv_dtype,
     num_blocks=rows * -(-context // block_size),
     block_size=block_size,
     token_budgets=(rows,),
@@ -210,7 +236,13 @@ def decodes(built: Built, rows: int, length: int) -> Batch:
 
 
 def share(
-  model_dir: str, rows: int, context: int, block_size: int, seconds: float, attention: str = "auto"
+  model_dir: str,
+  rows: int,
+  context: int,
+  block_size: int,
+  seconds: float,
+  attention: str = "auto",
+  kv_dtype: str = "auto",
 ) -> dict[str, Any]:
   """Measures attention's share of a step of `rows` decodes with `context` positions each.
 
@@ -219,7 +251,7 @@ def share(
     grows with the context, over a step of one position a row; the rest is work lists, stores and loop starts.
     share: attention_ms / step_ms. share_of_best: the same of the shortest steps. share_of_processor: the same in
     processor time, which other work on the machine disturbs less, but which counts a phase on one core only once.
-    steps: the number of steps of each form.
+    steps: the number of steps of each form. With a kv_dtype also its step_ms, and speedup: the ratio of both steps.
   """
   block_size = block_size or api.preferred_block_size(api.candidates(attention, jax.default_backend())[0])
   real = build_step(model_dir, rows, context, block_size, attention)
@@ -232,6 +264,9 @@ def share(
     "short": (real, decodes(real, rows, 1)),
     "without": (without, decodes(without, rows, context)),
   }
+  if kv_dtype != "auto":
+    other = build_step(model_dir, rows, context, block_size, attention, kv_dtype)
+    forms["other"] = other, decodes(other, rows, context)
   times: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
   for built, batch in forms.values():
     built.runner.launch(batch).result()
@@ -246,7 +281,11 @@ def share(
   median = {form: statistics.median(values) for form, values in wall.items()}
   processor = {form: statistics.median(each for _, each in values) for form, values in times.items()}
   taken = median["step"] - median["without"]
-  return {
+  about: dict[str, Any] = {}
+  if kv_dtype != "auto":
+    speedup = median["step"] / median["other"]
+    about = {"kv_dtype": kv_dtype, "kv_dtype_step_ms": round(median["other"], 2), "speedup": round(speedup, 3)}
+  return about | {
     "model": real.model_name,
     "attention": real.attention,
     "rows": rows,
@@ -271,7 +310,7 @@ def print_share(args: Any) -> int:
       model_dir = str(pathlib.Path(folder) / "random-llama-125m")
       write_model(pathlib.Path(model_dir), read_shape("llama-125m"), seed=0)
     try:
-      found = share(model_dir, args.rows, args.context, args.block_size, args.seconds)
+      found = share(model_dir, args.rows, args.context, args.block_size, args.seconds, kv_dtype=args.kv_dtype)
     except EngineError as error:
       print(error, file=sys.stderr)
       return 2
@@ -281,6 +320,10 @@ def print_share(args: Any) -> int:
     f"({100 * found['share_of_best']:.1f} % of the shortest, {100 * found['share_of_processor']:.1f} % of processor "
     f"time); walking over the keys alone {found['walk_ms']} ms"
   )
+  if args.kv_dtype != "auto":
+    print(
+      f"with {args.kv_dtype} KV a step takes {found['kv_dtype_step_ms']} ms, {found['speedup']} times as many tokens/s"
+    )
   print(json.dumps(found))
   return 0
 
@@ -301,26 +344,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--block_size", type=positive_int, default=0, help="for --share: tokens a KV block; 0: as the engine"
   )
+  parser.add_argument(
+    "--kv_dtype", choices=("auto", "int8"), default="auto", help="for --share: also measure a step with this KV"
+  )
   args = parser.parse_args(arguments)
   args.seconds = args.seconds or (60.0 if args.share else 0.5)
   if args.share:
     return print_share(args)
-  names, bandwidth = implementations(), read_bandwidth(args.seconds)
+  kinds, bandwidth = implementations(), read_bandwidth(args.seconds)
   print(f"12 query and 4 KV heads of 64, f32, blocks of 16; all cores read {bandwidth / 1e9:.1f} GB/s")
-  head = "".join(f" {name:>9s} {'median':>9s}" for name in names)
+  head = "".join(f" {name if dtype == 'float32' else dtype:>9s} {'median':>9s}" for name, dtype in kinds)
   head += f" {'naive':>8s} {'KV MB':>8s} {'floor':>8s} {'x floor':>8s}"
   print(f"\n{'batch (ms a layer, best)':34s}{head}")
   for spec in arg_specs.BENCHMARK[: args.batches]:
-    print(line(names, spec.name, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
+    print(line(kinds, spec.name, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
   rows = dataclasses.replace(arg_specs.BENCHMARK[1], name="")
   print(f"\n{'8 rows, 128 long, by pool':34s}{head}")
   for num_blocks in (128, 1024, 8192):
-    print(line(names, f"  {num_blocks} blocks", rows, num_blocks, args.seconds, bandwidth), flush=True)
+    print(line(kinds, f"  {num_blocks} blocks", rows, num_blocks, args.seconds, bandwidth), flush=True)
   print(f"\n{'8 rows, 128 long, by table width':34s}{head}")
   for width in (8, 128, 1024):
     spec = dataclasses.replace(rows, table_width=width)
     title = f"  {width} blocks, {16 * width} tokens"
-    print(line(names, title, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
+    print(line(kinds, title, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
   return 0
 
 

@@ -39,7 +39,9 @@ def test_naive_equals_ours() -> None:
 @pytest.mark.long
 def test_a_line_holds_our_time_and_the_floor() -> None:
   spec = arg_specs.BENCHMARK[1]
-  title, *columns = bench_attention.line(("reference", "reference"), "name", spec, 100, 0.001, 1e10).split()
+  title, *columns = bench_attention.line(
+    (("reference", "float32"), ("reference", "int8")), "name", spec, 100, 0.001, 1e10
+  ).split()
   best, median, _, _, naive, held, floor, ratio = columns
   assert title == "name" and 0 < float(best) <= float(median) and float(naive) > 0
   assert float(held) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e6, 2)
@@ -82,8 +84,9 @@ def test_the_step_without_attention_has_none_and_the_other_has(tiny, monkeypatch
 
 
 def test_what_an_engine_takes_by_itself_is_what_is_measured(tiny) -> None:
-  found = bench_attention.share(tiny, 2, 20, 0, 0.01)
-  assert found["block_size"] == 16 and found["attention"] == bench_attention.implementations()[0]
+  found = bench_attention.share(tiny, 2, 20, 0, 0.01, kv_dtype="int8")
+  assert found["block_size"] == 16 and found["attention"] == bench_attention.implementations()[0][0]
+  assert found["kv_dtype"] == "int8" and found["speedup"] > 0
 
 
 def test_rows_lie_anywhere_and_nowhere_twice(tiny) -> None:
