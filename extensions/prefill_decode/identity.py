@@ -21,8 +21,8 @@ def describe_identity(runner: ModelRunner) -> str:
   layers = " ".join(f"{leaf.shape[1:]}{leaf.dtype.name}" for leaf in spec.kv)
   parts = {
     "weights": _digest_weights(runner.params),
+    "kv_dtype": spec.kv[0].dtype.name,  # before the layout, which depends on it: the first difference is named
     "kv_layout": hashlib.sha256(layers.encode()).hexdigest()[:16],
-    "kv_dtype": spec.kv[0].dtype.name,
     "block_size": spec.block_size,
     "piece_blocks": PIECE_BLOCKS,
     "attention": spec.attention,

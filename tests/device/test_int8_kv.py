@@ -9,6 +9,7 @@ import pytest
 from engine.device import kv_cache
 from engine.device.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from extensions.prefill_decode.identity import describe_difference, describe_identity
 from pallas_kernels.paged_attention import int8_kv
 from tests.device.serving import Served, serve
 from tests.device.test_host_blocks import NUM_BLOCKS, NUM_HOST_BLOCKS, PROMPTS, Talks
@@ -61,11 +62,14 @@ def test_shared_prefixes_and_copies_on_the_host_change_no_token(runner: ModelRun
 
 
 def test_log_probabilities_are_those_of_a_float_pool_within_the_rounding(runner: ModelRunner, alone) -> None:
-  plain, _ = serve(make(), REQUESTS[:1], num_blocks=NUM_BLOCKS)
+  other = make()
+  plain, _ = serve(other, REQUESTS[:1], num_blocks=NUM_BLOCKS)
   ours, theirs = (np.array([entry.logprob for entry in served.logprobs]) for served in (alone[0], plain[0]))
   assert alone[0].tokens == plain[0].tokens
   difference = np.abs(ours - theirs).max()
   assert 0 < difference < 0.02
+  refused = describe_difference(describe_identity(runner), describe_identity(other))
+  assert refused == "kv_dtype=float32 here kv_dtype=int8", "a prefill and a decode server with these exchange no blocks"
 
 
 def test_a_block_has_the_numbers_and_the_scales(runner: ModelRunner) -> None:

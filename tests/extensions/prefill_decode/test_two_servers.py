@@ -100,6 +100,27 @@ def test_tokens_are_those_of_one_server(folder, decode, free_port):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kv_dtype", ["int8", "auto"])
+def test_int8_kv_moves_between_servers_of_int8_kv_alone(folder, free_port, kv_dtype):
+  peer = f"--prefill_servers=127.0.0.1:{free_port}"
+  decode = Server(folder, "decode-2", "--role=decode", "--kv_dtype=int8", peer, "--min_remote_prefill_tokens=32")
+  decode.wait_ready()
+  with Client(decode.address) as client:
+    alone = answers(client, "alone")
+    prefill = prefill_server(folder, free_port, flags=(f"--kv_dtype={kv_dtype}",)).wait_ready()
+    time.sleep(1.1)
+    assert answers(client, "together") == alone
+    counts = decode.counts()
+    if kv_dtype == "int8":
+      assert counts["prompts"] >= 4 and "mismatch" not in counts
+    else:
+      assert counts["mismatch"] >= 1 and "prompts" not in counts
+      assert "kv_dtype=float32 here kv_dtype=int8" in decode.log
+    prefill.kill()
+  decode.stop()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("fault", "reason"),
   [
