@@ -11,7 +11,7 @@ from pallas_kernels import native
 _LEVELS = tuple(native._LEVELS)
 _LOWER = _LEVELS[_LEVELS.index(native.level()) + 1 :] if native.level() in _LEVELS else ()
 # Not `adjust`: its tests compare bits with XLA, which always uses this processor's own instructions.
-_SUITES = ("packed_matmul", "cpu", "argmax", "sampling_kernel")
+_SUITES = ("packed_matmul", "grouped_matmul", "cpu", "argmax", "sampling_kernel")
 
 
 @pytest.mark.long
