@@ -109,7 +109,9 @@ def test_deterministic_steps_of_several_sizes_have_one_size_of_the_sampler(tmp_p
 @pytest.mark.long
 @pytest.mark.parametrize("kernels", ["packed", "xla"])
 @pytest.mark.parametrize(
-  "more", [{"quantization": "int8"}, {"deterministic": True, "prefill_chunk": 8}, {"host_kv_mb": 4}], ids=str
+  "more",
+  [{"quantization": "int8"}, {"deterministic": True, "prefill_chunk": 8}, {"host_kv_mb": 4, "kv_dtype": "int8"}],
+  ids=str,
 )
 def test_other_settings_give_the_tokens_of_one_device(tmp_path: pathlib.Path, more: dict, kernels: str) -> None:
   """With --deterministic each build also runs its own trial: a prompt alone, in chunks and among neighbors."""

@@ -115,7 +115,7 @@ def test_int8_kv_moves_between_servers_of_int8_kv_alone(folder, free_port, kv_dt
       assert counts["prompts"] >= 4 and "mismatch" not in counts
     else:
       assert counts["mismatch"] >= 1 and "prompts" not in counts
-      assert "kv_dtype=float32 here kv_dtype=int8" in decode.log
+      assert "kv_dtype=int8 here kv_dtype=float32" in decode.log  # in the words of the prefill server
     prefill.kill()
   decode.stop()
 
