@@ -118,7 +118,13 @@ def fp8_blocks(weight: np.ndarray):
 
 def compressed_config(stored: str, *weights: dict[str, Any], **more: Any) -> dict[str, Any]:
   groups = {f"group_{n}": {"targets": ["Linear"], "weights": each, **more} for n, each in enumerate(weights)}
-  return {"quant_method": "compressed-tensors", "format": stored, "config_groups": groups}
+  return {
+    "quant_method": "compressed-tensors",
+    "format": stored,
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": groups,
+  }
 
 
 _GROUPS = {"strategy": "group", "type": "int", "symmetric": True}
@@ -249,6 +255,8 @@ def write_gguf_pair(root: pathlib.Path, raw: dict[str, Any], types: Callable[[st
   writer.add_feed_forward_length(config.hidden_dim)
   writer.add_head_count(config.num_heads)
   writer.add_head_count_kv(config.num_kv_heads)
+  writer.add_key_length(config.head_dim)
+  writer.add_value_length(config.head_dim)
   writer.add_rope_freq_base(config.rope_theta)
   writer.add_layer_norm_rms_eps(config.rms_norm_eps)
   writer.add_tokenizer_model("gpt2")
