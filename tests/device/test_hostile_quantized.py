@@ -95,6 +95,45 @@ def test_settings_that_are_not_supported(pristine, tmp_path, name, changes, said
   assert re.search(said, text), text
 
 
+_VALUES = (-1, 0, 1, 4, 32, 2**63, 1.5, True, None, "x", "group", "channel", "block", [], {}, [1], [128, 128], {"a": 1})
+
+
+def mutate(value, rng: random.Random) -> None:
+  """Changes one setting, or removes it."""
+  if isinstance(value, dict) and value:
+    key = rng.choice(list(value))
+    if isinstance(value[key], dict | list) and rng.random() < 0.7:
+      mutate(value[key], rng)
+    elif rng.random() < 0.7:
+      value[key] = rng.choice(_VALUES)
+    else:
+      del value[key]
+  elif isinstance(value, list) and value:
+    value[rng.randrange(len(value))] = rng.choice(_VALUES)
+
+
+@pytest.mark.catalogue("G4")
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.long)])
+def test_mutated_settings(pristine, tmp_path, count):
+  """The folder opens, because its tensors decide, or it is refused by name."""
+  rng, refused = random.Random(2), 0
+  for name, source in pristine.items():
+    folder = tmp_path / name.replace(" ", "_")
+    folder.mkdir()
+    shutil.copy(source / "model.safetensors", folder)
+    for _ in range(count):
+      raw = json.loads((source / "config.json").read_text())
+      for _ in range(rng.randrange(1, 3)):
+        mutate(raw["quantization_config"], rng)
+      (folder / "config.json").write_text(json.dumps(raw))
+      try:
+        open_folder(folder)
+      except CheckpointError as error:
+        assert str(error).startswith(str(folder)) and len(str(error)) < 1000
+        refused += 1
+  assert 0.5 * count < refused / len(pristine) < count
+
+
 Tensors = dict[str, np.ndarray]
 
 
