@@ -123,6 +123,23 @@ def test_other_settings_give_the_tokens_of_one_device(tmp_path: pathlib.Path, mo
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+  ("more", "counts"),
+  [
+    ({"quantization": "w8a8", "matmul": "xla", "attention": "reference"}, (1, 2, 4)),
+    ({"quantization": "int4", "quantization_group_size": 8}, (1, 2)),
+    ({"quantization": "int4", "quantization_group_size": 8, "matmul": "xla", "attention": "reference"}, (1, 2)),
+  ],
+  ids=str,
+)
+def test_codes_by_group_give_the_tokens_of_one_device(tmp_path: pathlib.Path, more: dict, counts: tuple) -> None:
+  """The groups of a device's inputs are those of the whole; packed w8a8 rounds activations by parts of its inputs."""
+  model = make_model(tmp_path / "model", "llama3", vocab_size=250)
+  settings = [SETTINGS | more | {"num_devices": devices} for devices in counts]
+  check_same(*serve_on_devices(model, settings, make_requests(7, 24, 8)))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kernels", ["packed", "xla"])
 def test_adapters_on_several_devices(tmp_path: pathlib.Path, kernels: str) -> None:
   model = make_model(tmp_path / "model", "qwen3", vocab_size=250, intermediate_size=203)

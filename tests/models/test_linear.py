@@ -1,5 +1,6 @@
 """Linear layers: whatever holds the weight, the same work around the product gives the same result."""
 
+import dataclasses
 import math
 import pathlib
 import typing
@@ -223,6 +224,9 @@ def test_inputs_that_make_no_groups():
   form = WeightForm(matrix=MatrixForm("grouped", 4, 32, scale_dtype="float16")).at("layers.0.mlp.down")
   with pytest.raises(UnsupportedForm, match="down has 24 inputs, which groups of 32 do not divide"):
     Linear.declare((_D, 4), (None, None), jnp.dtype(jnp.float32), form)
+  shared = dataclasses.replace(form, axis="model", name="layers.0.mlp.down")
+  with pytest.raises(UnsupportedForm, match="has 24 inputs on each of these devices, which groups of 32 do not divide"):
+    Linear.declare((_D, 4), ("mlp", None), jnp.dtype(jnp.float32), shared)
   odd = WeightForm(matrix=MatrixForm("grouped", 4, scale_dtype="float16")).at("it")
   with pytest.raises(UnsupportedForm, match="it has 7 inputs, an odd number of codes of 4 bits"):
     Linear.declare((7, 4), (None, None), jnp.dtype(jnp.float32), odd)
