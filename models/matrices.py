@@ -17,7 +17,7 @@ import numpy as np
 from models.config import Activation
 from models.grouped_weight import GroupedWeight, quantize_by_group
 from models.layers import SPLIT_AXES, RMSNorm, param
-from models.quantize import quantize
+from models.quantize import E4M3, INT8, quantize, quantize_rows
 from models.weight_form import PLAIN_MATRIX, MatrixForm, UnsupportedForm, WeightForm
 from pallas_kernels.packed_matmul import api as packed_matmul
 
@@ -159,6 +159,73 @@ class Int8Matrix(PlainMatrix):
   def _scaled(self, product):
     scales = jnp.broadcast_to(self.scales[...], product.shape)
     return (product.astype(jnp.float32) * scales).astype(product.dtype)
+
+
+class RowScaledMatrix(PlainMatrix):
+  """Integers of 8 bits with a scale an output, and products with rows of x in the same type, each with a scale, too.
+
+  The device multiplies numbers of 8 bits; both scales multiply the sums. Numbers of x that are not finite make their
+  row NaN.
+  """
+
+  _DTYPE, _SUMS = INT8, jnp.dtype(jnp.int32)
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(dataclasses.replace(spec, dtype=self._DTYPE), form)
+    self.scales = param(spec.outputs, spec.axes[spec.num_inputs :], jnp.dtype(jnp.float32))
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    assert part is None, "made on the device"
+    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs, self._DTYPE)
+    return {"array": values.reshape(self.shape), "scales": scales}
+
+  def _times(self, x, weight, dtype):
+    spec, dtype = self.spec, jnp.dtype(dtype or x.dtype)
+    values, factors = quantize_rows(x, spec.num_inputs, self._DTYPE)
+    sums = self._sum(values, weight, self._SUMS or dtype)
+    factors = factors.reshape(*factors.shape, *(1 for _ in spec.outputs))
+    scales = jnp.broadcast_to(factors, sums.shape) * jnp.broadcast_to(self.scales[...], sums.shape)
+    return (sums.astype(jnp.float32) * scales).astype(dtype)
+
+  def _sum(self, values: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return super()._times(values, weight, dtype)
+
+
+class Fp8Matrix(RowScaledMatrix):
+  """The same with numbers of e4m3, stored as [outputs, inputs], the only order in which cuBLASLt takes them.
+
+  Sums are f32 inside of a product. A result of f32 would need memory for its parts, so it has the layer's dtype.
+  """
+
+  _DTYPE, _SUMS = E4M3, None
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(spec, form)
+    axes = spec.axes[: spec.num_inputs], spec.axes[spec.num_inputs :]
+    (inputs, of_inputs), (outputs, of_outputs) = _merge(spec.inputs, axes[0]), _merge(spec.outputs, axes[1])
+    assert len(inputs) == 1, spec
+    self.shape = (*outputs, *inputs)
+    self.array = param(self.shape, (*of_outputs, *of_inputs), E4M3)
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    assert part is None, "made on the device"
+    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    count = self.spec.num_inputs
+    values, scales = quantize(jnp.asarray(weight), count, E4M3)
+    order = (*range(count, values.ndim), *range(count))
+    return {"array": values.transpose(order).reshape(self.shape), "scales": scales}
+
+  def _sum(self, values, weight, dtype):
+    lead = values.shape[: values.ndim - self.spec.num_inputs]
+    rule = "...d,cfd->...cf" if weight.ndim == 3 else "...d,nd->...n"
+    sums = jnp.einsum(rule, values.reshape(*lead, -1), weight, preferred_element_type=dtype)
+    return sums.reshape(*lead, *self.spec.outputs)
+
+
+def _merge(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+  """Returns a shape and its logical axes as one dimension, unless devices split an inner one."""
+  return (shape, axes) if any(axes[1:]) else ((math.prod(shape),), axes[:1])
 
 
 class GroupedMatrix(PlainMatrix):
@@ -411,6 +478,8 @@ def own_array(weight: Array) -> Array:
 _MATRICES: dict[tuple[bool, str], type[Matrix]] = {
   (False, "plain"): PlainMatrix,
   (False, "int8"): Int8Matrix,
+  (False, "w8a8"): RowScaledMatrix,
+  (False, "fp8"): Fp8Matrix,
   (False, "grouped"): GroupedMatrix,
   (True, "plain"): PackedMatrix,
   (True, "int8"): PackedInt8Matrix,

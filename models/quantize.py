@@ -1,7 +1,8 @@
-"""Quantizes weights to int8 with one scale an output. May not decide which weights, or how layers use them.
+"""Quantizes weights and rows to 8 bits with one scale each. May not decide which weights, or how layers use them.
 
-Quantization is symmetric and weight-only: the largest magnitude of an output's weights sets its scale, and activations
-keep their dtype. Each weight has an error of at most half a step, 1/254 of the output's largest weight.
+Quantization is symmetric: the largest magnitude of an output's weights, or of a row's numbers, sets its scale. A number
+of int8 has an error of at most half a step, 1/254 of the largest; one of e4m3 of at most 1/16 of itself or, near 0, a
+step of 1/229,376 of the largest.
 """
 
 from functools import partial
@@ -9,21 +10,45 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-LIMIT = 127  # without -128, so that the range is symmetric and needs no offset
+INT8, E4M3 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
+# The largest number; int8 is without -128, so that the range is symmetric and needs no offset.
+_LIMITS = {INT8: 127.0, E4M3: 448.0}
 
 
-@partial(jax.jit, static_argnums=1)
-def quantize(weight: jax.Array, num_inputs: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the integers of a weight, and the scales of their products.
+@partial(jax.jit, static_argnums=(1, 2))
+def quantize(weight: jax.Array, num_inputs: int, dtype: jnp.dtype = INT8) -> tuple[jax.Array, jax.Array]:
+  """Returns the numbers of a weight in 8 bits, and the scales of their products.
 
   Args:
     weight: finite; its first `num_inputs` dimensions are inputs, the others outputs.
+    dtype: int8 or float8_e4m3fn.
 
   Returns:
-    int8[weight.shape]; f32[weight.shape[num_inputs:]], above 0; 1 for an output whose weights are all 0.
+    dtype[weight.shape]; f32[weight.shape[num_inputs:]], above 0; 1 for an output whose weights are all 0.
   """
-  exact = weight.astype(jnp.float32)
-  greatest = jnp.max(jnp.abs(exact), axis=tuple(range(num_inputs)), keepdims=True)
-  scale = jnp.where(greatest > 0, greatest / LIMIT, jnp.ones_like(greatest))
-  values = jnp.clip(jnp.round(exact / scale), -LIMIT, LIMIT).astype(jnp.int8)
+  values, scale = _round_by_scale(weight, tuple(range(num_inputs)), dtype)
   return values, scale.reshape(weight.shape[num_inputs:])
+
+
+def quantize_rows(x: jax.Array, num_inputs: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+  """Returns the numbers of each row in 8 bits, dtype[x.shape], and its scale, f32[x.shape[:-num_inputs]].
+
+  A scale of its own makes a row's numbers independent of its batch, and a row with a large number harms no other.
+
+  Args:
+    x: [..., *inputs].
+    num_inputs: dimensions of a row.
+    dtype: int8 or float8_e4m3fn.
+  """
+  values, scale = _round_by_scale(x, tuple(range(x.ndim - num_inputs, x.ndim)), dtype)
+  return values, scale.reshape(x.shape[: x.ndim - num_inputs])
+
+
+def _round_by_scale(values: jax.Array, axes: tuple[int, ...], dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+  """Args: axes: those that share a scale, which keep an extent of 1 in the scales."""
+  limit, exact = _LIMITS[dtype], values.astype(jnp.float32)
+  greatest = jnp.max(jnp.abs(exact), axis=axes, keepdims=True)
+  scale = jnp.where(greatest > 0, greatest / limit, jnp.ones_like(greatest))
+  steps = exact / jnp.broadcast_to(scale, exact.shape)
+  steps = jnp.round(steps) if dtype == jnp.int8 else steps
+  return jnp.clip(steps, -limit, limit).astype(dtype), scale

@@ -272,7 +272,7 @@ def build_side(
   kv_dtype = dtype if options.kv_dtype == "auto" else jnp.dtype(options.kv_dtype)
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
-  matrix, slowness = choose_matrix_form(options, matmul, device.platform)
+  matrix, slowness = choose_matrix_form(options, matmul, device)
   form = WeightForm(matmul == "packed", matrix, ordered=options.deterministic, flat=device.platform == "tpu")
   if slowness:
     matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slowness}"

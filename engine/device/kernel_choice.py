@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Callable
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 
 _INT4_GROUP = 32  # inputs that share a scale, as in GGUF's Q4_0
+_FP8_CAPABILITY = 8.9  # least compute capability of GPUs that multiply e4m3
 
 
 def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], str]:
@@ -100,21 +102,52 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
   return "xla", reason if expected else ""
 
 
-def choose_matrix_form(options: BuildOptions, matmul: str, platform: str) -> tuple[MatrixForm, str]:
+def choose_matrix_form(options: BuildOptions, matmul: str, device: Any) -> tuple[MatrixForm, str]:
   """Returns the form in which the loader stores matrices of plain weights, and why it is slow (or "").
 
+  Args:
+    matmul: result of choose_matmul.
+    device: jax.Device.
+
   Raises:
-    ConfigError: the device cannot multiply by it.
+    ConfigError: the device does not multiply by it.
   """
-  form = {
-    "int8": INT8,
-    "w8a8": MatrixForm("grouped", 8, scale_dtype="float32"),
-    "int4": MatrixForm("grouped", 4, options.quantization_group_size or _INT4_GROUP, scale_dtype="float16"),
-  }.get(options.quantization, PLAIN_MATRIX)
+  platform = device.platform
+  if options.quantization not in (choices := _quantizations(device)):
+    raise ConfigError(
+      f"quantization={options.quantization} is not for {device.device_kind}; set --quantization to one of "
+      f"{', '.join(choices)}"
+    )
+  form = matrix_form(options.quantization, platform, options.quantization_group_size)
   reason = ""
   if platform == "cpu" and matmul != "packed" and form != PLAIN_MATRIX:
     reason = f"every step converts {options.quantization} weights, which saves memory but no time"
   return form, reason
+
+
+def matrix_form(quantization: str, platform: str, group: int = 0) -> MatrixForm:
+  """Returns the form of matrices that the loader makes of plain weights. Args: group: inputs of int4; 0: the default.
+
+  w8a8 on a CPU has codes like those of checkpoints, which the packed kernel multiplies.
+  """
+  by_code = MatrixForm("grouped", 8, scale_dtype="float32")
+  return {
+    "int8": INT8,
+    "w8a8": by_code if platform == "cpu" else MatrixForm("w8a8"),
+    "int4": MatrixForm("grouped", 4, group or _INT4_GROUP, scale_dtype="float16"),
+    "fp8": MatrixForm("fp8"),
+  }.get(quantization, PLAIN_MATRIX)
+
+
+def _quantizations(device: Any) -> tuple[str, ...]:
+  """Returns the values of --quantization that a device multiplies by without a wider copy of the weights."""
+  always = ("auto", "none", "int8", "w8a8")
+  if device.platform == "cpu":
+    return (*always, "int4")
+  if device.platform == "tpu":
+    return (*always, "fp8") if "7" in device.device_kind else always
+  capability = str(getattr(device, "compute_capability", "0"))
+  return (*always, "fp8") if float(re.sub(r"[^\d.]", "", capability) or 0) >= _FP8_CAPABILITY else always
 
 
 def fit_to_attention(

@@ -94,7 +94,10 @@ def test_facts_are_told_as_they_are_known(folder, tmp_path):
     ({"block_size": -1}, "block_size=-1 must be at least 0"),
     ({"attention": "cuda"}, "attention='cuda' must be one of auto, reference, cpu, gpu, tpu"),
     ({"matmul": "fast"}, "matmul='fast' must be one of auto, xla, packed"),
-    ({"quantization": "int3"}, "quantization='int3' must be one of auto, none, int8, w8a8, int4; set --quantization"),
+    (
+      {"quantization": "int3"},
+      "quantization='int3' must be one of auto, none, int8, w8a8, int4, fp8; set --quantization",
+    ),
     ({"quantization": "int4", "quantization_group_size": 20}, "quantization_group_size=20 must be a multiple of 8"),
     ({"quantization_group_size": 32}, "quantization_group_size=32 needs --quantization=int4, and quantization=auto"),
     ({"token_budgets": (8, 4)}, "strictly increasing"),
@@ -127,6 +130,10 @@ def test_options_that_contradict_each_other(changes, said):
     ({"num_devices": 64}, "num_devices=64, but this machine has"),
     ({"kv_cache_mb": 1, "block_size": 8192}, r"1 MiB \(--kv_cache_mb=1\) hold 0 KV blocks, but one"),
     ({"compile_cache_dir": "/proc/none"}, "compile_cache_dir=/proc/none"),
+    (
+      {"quantization": "fp8"},
+      "quantization=fp8 is not for cpu; set --quantization to one of auto, none, int8, w8a8, int4",
+    ),
     (
       {"quantization": "int4", "quantization_group_size": 80},
       r"tiny: head has 96 inputs, which groups of 80 do not divide; set --quantization_group_size or another --quant",

@@ -11,7 +11,7 @@ from jaxlib import xla_client
 import pytest
 
 from engine.device.build import build_engine
-from engine.device.kernel_choice import attention_candidates
+from engine.device.kernel_choice import attention_candidates, choose_matrix_form
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 
@@ -114,3 +114,25 @@ def test_a_server_for_a_device_that_is_not_there(tmp_path):
   )
   assert done.returncode == 1 and "Traceback" not in done.stderr
   assert done.stderr.splitlines()[-1].startswith("error: JAX_PLATFORMS=rocm: JAX finds no such device (")
+
+
+@pytest.mark.parametrize(
+  ("device", "refused"),
+  [
+    (CPU, {"fp8"}),
+    (TPU, {"int4", "fp8"}),
+    (SimpleNamespace(platform="tpu", device_kind="TPU7x"), {"int4"}),
+    (gpu("8.0"), {"int4", "fp8"}),
+    (gpu("8.9", "NVIDIA L4"), {"int4"}),
+    (gpu("9.0", "NVIDIA H200"), {"int4"}),
+  ],
+)
+def test_weights_that_a_device_does_not_multiply_by_are_refused(device, refused):
+  for quantization in ("auto", "none", "int8", "w8a8", "int4", "fp8"):
+    options = BuildOptions("nowhere", quantization=quantization)
+    if quantization in refused:
+      with pytest.raises(ConfigError, match=f"quantization={quantization} is not for {device.device_kind}; set --quan"):
+        choose_matrix_form(options, "xla", device)
+    else:
+      form, why = choose_matrix_form(options, "packed", device)
+      assert not why and (form.kind == "plain") == (quantization in ("auto", "none"))

@@ -17,6 +17,8 @@ from models.config import Activation
 from models.grouped_weight import GroupedWeight, quantize_by_group
 from models.layers import RMSNorm
 from models.linear import Embedding, Linear, arranger, declare_vocabulary
+from models.quantize import E4M3, quantize, quantize_rows
+from models.quantize import INT8 as INT8_NUMBERS
 from models.weight_form import INT8, MatrixForm, UnsupportedForm, WeightForm
 from pallas_kernels import native
 
@@ -32,12 +34,16 @@ FORMS = {
   "by output": WeightForm(matrix=MatrixForm("grouped", 8, scale_dtype="float32")),
   "by group": WeightForm(matrix=MatrixForm("grouped", 4, 6, scale_dtype="float16")),
   "flat by group": WeightForm(matrix=MatrixForm("grouped", 4, 6, scale_dtype="float16"), flat=True),
+  "rows of int8": WeightForm(matrix=MatrixForm("w8a8")),
+  "flat rows of int8": WeightForm(matrix=MatrixForm("w8a8"), flat=True),
+  "rows of e4m3": WeightForm(matrix=MatrixForm("fp8")),
   "packed by output": WeightForm(packed=True, matrix=MatrixForm("grouped", 8, scale_dtype="float32")),
   "packed by group": WeightForm(packed=True, matrix=MatrixForm("grouped", 4, 8, scale_dtype="float16")),
 }
 # What int8 is off by, of outputs of about 1: half a step of 1/127 of the greatest weight, over 24 inputs. Products with
-# groups are compared with those of the dequantized weight; packed ones round x to 1/127 of its greatest number.
-TOLERANCE = {name: 0.1 if "int8" in name else 0.1 if "packed by" in name else 2e-5 for name in FORMS}
+# groups are compared with those of the dequantized weight; packed ones round x to 1/127 of its greatest number. e4m3
+# has four bits of precision.
+TOLERANCE = {name: 0.4 if "e4m3" in name else 0.1 if "int8" in name or "packed by" in name else 2e-5 for name in FORMS}
 _D, _OUTPUTS = 24, (3, 4, 2)
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's matmul serves here")
@@ -218,6 +224,25 @@ def test_an_embedding_of_codes_is_looked_up_and_multiplied(packed):
       setattr(embed.matrix, "array" if name == "embed" else "scales", nnx.Param(jnp.asarray(value)))
     ids = np.array([[3, 39], [0, 33]], np.int32)
     np.testing.assert_array_equal(embed(jnp.asarray(ids)), weight.dequantize().T[ids])
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "fp8"])
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_rows_of_8_bits_are_multiplied_exactly(kind, num_inputs):
+  """Rows and weights lose what their types round; the sums and both scales lose nothing more, a row alone or not."""
+  dtype = INT8_NUMBERS if kind == "w8a8" else E4M3
+  shape = (_D, 5, 2) if num_inputs == 1 else (4, 6, 5)
+  form = WeightForm(matrix=MatrixForm(kind))
+  made = Linear.declare(shape, (None,) * 3, jnp.dtype(jnp.float32), form, num_inputs=num_inputs)
+  weight, x = numbers(*shape), numbers(3, *shape[:num_inputs])
+  x[1] *= 1000  # another row's numbers change nothing
+  layer = filled(made, weight)
+  values, scales = (np.asarray(part, np.float32) for part in quantize(jnp.asarray(weight), num_inputs, dtype))
+  rows, factors = (np.asarray(part, np.float32) for part in quantize_rows(jnp.asarray(x), num_inputs, dtype))
+  factors = factors.reshape(3, *(1 for _ in shape[num_inputs:]))
+  expected = np.tensordot(rows.astype(np.float64), values.astype(np.float64), num_inputs) * factors * scales
+  np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(layer(jnp.asarray(x))[2], layer(jnp.asarray(x[2:]))[0], rtol=1e-5)
 
 
 def test_inputs_that_make_no_groups():

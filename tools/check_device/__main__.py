@@ -24,6 +24,7 @@ from tools.arguments import CommandParser, positive_int
 from tools.check_device import facts, judge
 from tools.check_device.targets import TARGETS, environment
 
+_QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "int4")
 _BUDGETS = "8,16,32,64,128,256,512"
 
 
@@ -48,6 +49,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "8,64,256"),
   TargetCase("h200", "tiny", "128", deterministic=True),
   TargetCase("h200", "tiny", "64", quantization="int8"),
+  TargetCase("h200", "tiny", "64", quantization="fp8"),
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e", "tiny", "8,64", drafts=True),
@@ -58,11 +60,15 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "llama3-8b", _BUDGETS),
   TargetCase("h200", "llama3-8b", "128", deterministic=True),
   TargetCase("h200", "llama3-8b", "8,64,512", quantization="int8"),
+  TargetCase("h200", "llama3-8b", "8,64,512", quantization="w8a8"),
+  TargetCase("h200", "llama3-8b", "8,64,512", quantization="fp8"),
   TargetCase("h200", "llama3-8b", "64", adapters=True),
   TargetCase("v6e", "demo", _BUDGETS),
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),
   TargetCase("v6e", "qwen3-0.6b", "8,64,512", drafts=True),
+  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="w8a8"),
+  TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="w8a8"),
   TargetCase("v5e-4", "llama3-8b", _BUDGETS),
   TargetCase("h200-8", "llama3-70b", "8,64,512"),
   TargetCase("v5e-16", "llama3-70b", "8,64,256"),  # at 512, activations have the size of a weight's share
@@ -103,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="rows of the largest steps")
   parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
-  parser.add_argument("--quantization", choices=("none", "int8"), default="none", help="int8: only these steps")
+  parser.add_argument("--quantization", choices=_QUANTIZATIONS, default="none", help="only these steps")
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
   parser.add_argument("--out", type=pathlib.Path, help="JSON file for all facts")
   args = parser.parse_args(arguments)

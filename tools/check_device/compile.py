@@ -64,6 +64,8 @@ def compile_rung(
     "collectives": [dataclasses.asdict(each) for each in facts.collectives(hlo)],
     "gather_limit": programs.gather_limit(spec, shape),
     "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
+    "operands": sorted(set(facts.operand_types(hlo))),
+    "widened": facts.widened(hlo, {size * factor for size in weights for factor in (1, 2)}),
   }
   try:
     found["bundle_bytes"] = len(to_bytes(compiled))
@@ -106,9 +108,7 @@ def main() -> None:
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
   deep, shallow = (
-    programs.make_spec(
-      case, devices, args.attention, count, args.deterministic, args.quantization == "int8", args.adapters
-    )
+    programs.make_spec(case, devices, args.attention, count, args.deterministic, args.quantization, args.adapters)
     for count in (layers, few)
   )
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):

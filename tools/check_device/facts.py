@@ -21,7 +21,7 @@ _IN_PLACE = frozenset(
 )
 _CONTAINERS = frozenset("kCommandBuffer kSequential kWhile kConditional".split())
 
-_DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1}
+_DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1}
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -35,6 +35,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _COLLECTIVES = frozenset("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
+_EIGHT_BITS = ("s8", "u8", "f8e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +116,8 @@ def moved(
   For a KV buffer's size: every instruction that is not known to write in place. For a weight's size: instructions that
   only move values; a fusion is judged by its parts, since an activation may have a weight's size. A new array in a
   TPU's vector memory (memory space 1 of its layout) is a prefetch, which is how a TPU reads weights. For the size of a
-  weight that is split over devices: instructions that gather it, also inside a fusion. Weights are bf16, and logits,
-  which are f32, may have the size of one.
+  weight that is split over devices: instructions that gather it, also inside a fusion. Weights are bf16 or have 8
+  bits, and logits, which are f32, may have the size of one.
 
   Args:
     hlo: the module's text.
@@ -139,10 +140,41 @@ def moved(
       if (replaces and any(size in kv_sizes for _, size, _ in arrays)) or (
         moves
         and any(
-          size in weight_sizes and "S(1)" not in layout and (dtype == "bf16" or "convert" in opcodes)
+          size in weight_sizes and "S(1)" not in layout and (dtype in ("bf16", *_EIGHT_BITS) or "convert" in opcodes)
           for dtype, size, layout in arrays
         )
       ):
+        found.append(one.text)
+  return found
+
+
+def operand_types(hlo: str) -> list[str]:
+  """Returns the dtypes of each product's operands, such as "s8 x s8", in fusions and in the library's f8 matmul."""
+  found = ["f8e4m3fn x f8e4m3fn"] * hlo.count('custom_call_target="__cublas$lt$matmul$f8"')
+  for body in computations(hlo).values():
+    types = {one.name: one.arrays[0][0] for one in body if one.arrays}
+    for one in body:
+      if one.opcode in ("dot", "convolution"):
+        names = re.findall(r"%?([\w.\-]+)[,)]", one.text[one.text.index(f" {one.opcode}(") :])[:2]
+        found.append(" x ".join(types.get(name, "?") for name in names))
+  return found
+
+
+def widened(hlo: str, weight_sizes: Collection[int]) -> list[str]:
+  """Returns instructions that make an array of 16 or 32 bits as large as a weight from one of 8 bits.
+
+  A matmul may widen a weight inside of its own fusion. Args: weight_sizes: elements of weights on one device.
+  """
+  module = computations(hlo)
+  fused = {one.calls for body in module.values() for one in body if one.opcode == "fusion"}
+  found = []
+  for name, body in module.items():
+    for one in body if name not in fused else ():
+      inner = module.get(one.calls, [])
+      takes = any(dtype in _EIGHT_BITS for part in inner if part.opcode == "parameter" for dtype, _, _ in part.arrays)
+      multiplies = any(part.opcode in ("dot", "convolution") or part.calls for part in inner)
+      makes = any(dtype in ("bf16", "f16", "f32") and size in weight_sizes for dtype, size, _ in one.arrays)
+      if makes and takes and not multiplies:
         found.append(one.text)
   return found
 

@@ -7,8 +7,10 @@ from tools.check_device.facts import KernelUse
 
 MAX_LAUNCHES_A_LAYER = 11
 MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do not fuse the residual
+MAX_LAUNCHES_ROUNDED = 17  # w8a8 and fp8: each product follows a kernel or two that round its rows
 MAX_LAUNCHES_ADAPTERS = 39  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
 SUMS_A_LAYER = 2  # over the devices that share it: after attention, and after the MLP
+_OPERANDS = {"w8a8": "s8 x s8", "fp8": "f8e4m3fn x f8e4m3fn"}  # of every product, by quantization
 _SHOWN = 5  # copies to print; there may be some a layer
 
 
@@ -36,6 +38,11 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     found.append(f"moves a KV buffer or a weight: {text[:200]}")
   if len(rung["moved"]) > _SHOWN:
     found.append(f"moves a KV buffer or a weight {len(rung['moved']) - _SHOWN} times more; --out lists them")
+  expected = _OPERANDS.get(rung["quantization"])
+  if expected and rung["operands"] != [expected]:
+    found.append(f"products are {', '.join(rung['operands'])}, and not all {expected}")
+  for text in rung["widened"][:_SHOWN]:
+    found.append(f"widens a weight outside of a matmul: {text[:200]}")
   if rung["sorts_and_loops"] and "launches" in rung:
     found.append(f"sorts or loops: {', '.join(rung['sorts_and_loops'][:_SHOWN])}")
   if rung["temp_bytes"] > rung["temp_limit"]:
@@ -55,6 +62,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
       )
     own = rung["deterministic"] or rung["quantization"] != "none"
     most = MAX_LAUNCHES_OWN_MATMULS if own else MAX_LAUNCHES_A_LAYER
+    most = MAX_LAUNCHES_ROUNDED if rung["quantization"] in _OPERANDS else most
     most = MAX_LAUNCHES_ADAPTERS if rung["adapters"] else most
     # The sums, and the addition of a residual, which follows its sum and so cannot be part of a matmul.
     most += SUMS_A_LAYER + 1 if rung["devices"] > 1 else 0

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
+from engine.device.kernel_choice import matrix_form
 from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec
 from engine.device.sampler import num_alternatives
@@ -18,7 +19,7 @@ from engine.shapes import StepShape
 from models.config import ModelConfig
 from models.registry import abstract, config_from_hf
 from models.split import ModelSplit
-from models.weight_form import INT8, PLAIN_MATRIX, WeightForm
+from models.weight_form import WeightForm
 from pallas_kernels.paged_attention import api
 
 DTYPE = jnp.dtype("bfloat16")
@@ -77,7 +78,7 @@ def make_spec(
   attention: str,
   num_layers: int,
   deterministic: bool = False,
-  int8: bool = False,
+  quantization: str = "none",
   adapters: bool = False,
 ) -> ProgramSpec:
   """Returns the spec that engine.device.build makes of a checkpoint, without a checkpoint.
@@ -88,7 +89,7 @@ def make_spec(
     attention: name of the implementation.
     num_layers: replaces the model's own.
     deterministic: as in ProgramSpec.
-    int8: whether weights are int8.
+    quantization: the setting.
     adapters: whether it has slots for LoRA adapters, as many as the settings' default.
   """
   layers = case.model.layer_attention[:num_layers]
@@ -97,7 +98,10 @@ def make_spec(
   block_size = api.preferred_block_size(attention)
   axis = mesh_lib.AXIS if len(devices) > 1 else ""
   form = WeightForm(
-    matrix=INT8 if int8 else PLAIN_MATRIX, ordered=deterministic, flat=devices[0].platform == "tpu", axis=axis
+    matrix=matrix_form(quantization, devices[0].platform),
+    ordered=deterministic,
+    flat=devices[0].platform == "tpu",
+    axis=axis,
   )
   graphdef, state = abstract(ModelSplit(model, len(devices)).share, DTYPE, form)
   leaves, tree = jax.tree.flatten(mesh_lib.spread_params(mesh, state))

@@ -53,6 +53,7 @@ def moved(text: str) -> list[str]:
     "%a = (bf16[33,2,16,64]{3,2,1,0}, bf16[33,2,16,64]{3,2,1,0:S(1)}, u32[]) copy-start(%kv)",
     "%a = bf16[512,256]{1,0} transpose(%w), dimensions={1,0}",
     "%a = f32[256,512]{1,0} convert(%w)",
+    "%a = f8e4m3fn[512,256]{1,0} transpose(%q), dimensions={1,0}",
     "%a = bf16[1024,512]{1,0} all-gather(%w), dimensions={0}",
     "%a = (s32[], /*index=1*/bf16[512,256]{1,0}) fusion(%w), kind=kLoop, calls=%fused_computation",
   ],
@@ -80,6 +81,31 @@ def test_what_moves_kv_or_a_weight_is_found(line):
 def test_what_reads_or_writes_in_place_is_not(line):
   fused = "  ROOT %c = bf16[512,256]{1,0} dot(%param_0, %param_0), lhs_contracting_dims={1}"
   assert moved(hlo(line, fused=fused)) == []
+
+
+@pytest.mark.parametrize(
+  ("inside", "lines"),
+  [
+    ("  ROOT %c = bf16[256,512]{1,0} convert(%p)", ["a"]),
+    ("  ROOT %c = bf16[256,512]{1,0} dot(%p, %p), lhs_contracting_dims={1}", []),
+    ("  ROOT %c = bf16[256,512]{1,0} multiply(%x, %x)", []),
+  ],
+)
+def test_a_weight_of_8_bits_that_is_widened_outside_of_a_matmul_is_found(inside, lines):
+  head = "" if "%x" in inside else "  %p = s8[256,512]{1,0} parameter(0)\n"
+  text = hlo("%a = bf16[256,512]{1,0} fusion(%w), kind=kLoop, calls=%fused_computation", fused=head + inside)
+  assert [line.split(" = ")[0] for line in facts.widened(text, {WEIGHT})] == lines
+
+
+def test_the_operands_of_products():
+  text = (
+    hlo("%a = s32[64,512]{1,0} dot(%q, %s), lhs_contracting_dims={1}", fused="")
+    .replace("{body}", "")
+    .replace("  %kv =", "  %q = s8[64,256]{1,0} parameter(2)\n  %s = s8[256,512]{1,0} parameter(3)\n  %kv =")
+  )
+  assert facts.operand_types(text) == ["s8 x s8"]
+  library = '%y = bf16[64,512]{1,0} custom-call(%q, %s), custom_call_target="__cublas$lt$matmul$f8"'
+  assert facts.operand_types(library) == ["f8e4m3fn x f8e4m3fn"]
 
 
 def test_an_all_gather_of_a_weight_inside_of_a_fusion_is_found():
@@ -226,6 +252,8 @@ def rung(**changes) -> dict:
     "collectives": [],
     "gather_limit": 100,
     "moved": [],
+    "widened": [],
+    "operands": ["bf16 x bf16"],
     "shared_transfers": 40,
     "misplaced_transfers": [],
     "sorts_and_loops": [],
@@ -323,6 +351,7 @@ def test_a_good_rung_has_no_violations():
   assert judge.violations(rung(), [KernelUse("write", 40, 0)]) == []
   assert judge.launches_a_layer(rung()) == 11
   assert judge.violations(rung(quantization="int8", shallow_launches=13), []) == []  # a launch more a layer
+  assert judge.violations(rung(quantization="fp8", operands=["f8e4m3fn x f8e4m3fn"]), []) == []
   assert judge.violations(rung(adapters=True, shallow_launches=13), []) == []
   one_way = {"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps"] * 3}
   assert judge.violations(rung(**one_way, shallow_launches=13), []) == []
@@ -337,6 +366,8 @@ def test_a_good_rung_has_no_violations():
     ({"alias_bytes": 1100}, "1100 bytes are updated in place"),
     ({"kv_device_bytes": 2000}, "padded from 1000"),
     ({"moved": ["copy.1 = bf16[9]{0} copy(%kv)"]}, "copy.1"),
+    ({"widened": ["fusion.1 = bf16[9]{0} fusion(%w)"]}, "widens a weight outside of a matmul: fusion.1"),
+    ({"quantization": "w8a8", "operands": ["bf16 x bf16", "s8 x s8"]}, "bf16 x bf16, s8 x s8, and not all s8 x s8"),
     ({"sorts_and_loops": ["sort.3"]}, "sorts or loops: sort.3"),
     ({"temp_bytes": 501}, "501 bytes of temporaries"),
     ({"misplaced_transfers": ["8x1x1x64xbf16"] * 9}, "in shared memory differently: 8x1x1x64xbf16"),
