@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import Activation
-from models.grouped_weight import GroupedWeight, quantize_by_group
+from models.grouped_weight import GroupedWeight
 from models.layers import SPLIT_AXES, RMSNorm, param
-from models.quantize import E4M3, INT8, quantize, quantize_rows
+from models.quantize import E4M3, INT8, quantize, quantize_groups, quantize_rows
 from models.weight_form import PLAIN_MATRIX, MatrixForm, UnsupportedForm, WeightForm
 from pallas_kernels.packed_matmul import api as packed_matmul
 
@@ -325,8 +325,13 @@ def group_weight(weight: Weight, spec: MatrixSpec, form: MatrixForm, part: Part 
     return weight if part is None else weight.cut(part)
   if part is not None and not (spec.splits_inputs and not form.group):  # else other parts decide the scales, too
     weight, part = weight[part], None
-  inputs = math.prod(weight.shape[: spec.num_inputs])
-  made = quantize_by_group(np.asarray(weight), spec.num_inputs, form.bits, form.group or inputs)
+  count, inputs = spec.num_inputs, weight.shape[: spec.num_inputs]
+  outputs, size = weight.shape[count:], math.prod(inputs)
+  # Outputs first, as in a checkpoint's file, of which the weight is often a transposed view.
+  rows = weight.transpose(*range(count, weight.ndim), *range(count)).reshape(-1, size)
+  codes, scales = map(np.asarray, quantize_groups(jnp.asarray(rows), form.bits, form.group or size))
+  codes = codes.reshape(*outputs, *inputs).transpose(*range(len(outputs), weight.ndim), *range(len(outputs)))
+  made = GroupedWeight(codes, scales.T.reshape(-1, *outputs), form.bits, count)
   return made if part is None else made.cut(part)
 
 

@@ -52,3 +52,27 @@ def _round_by_scale(values: jax.Array, axes: tuple[int, ...], dtype: jnp.dtype) 
   steps = exact / jnp.broadcast_to(scale, exact.shape)
   steps = jnp.round(steps) if dtype == jnp.int8 else steps
   return jnp.clip(steps, -limit, limit).astype(dtype), scale
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def quantize_groups(rows: jax.Array, bits: int, group: int) -> tuple[jax.Array, jax.Array]:
+  """Returns what models.grouped_weight.quantize_by_group does, for a matrix [outputs, inputs], in all threads.
+
+  XLA divides with another last bit, so a weight half-way between two codes may take the other one.
+
+  Args:
+    rows: finite, of a float dtype.
+    bits, group: as there.
+
+  Returns:
+    uint8[outputs, inputs]; float16 (4 bits) or float32 [outputs, inputs / group].
+  """
+  zero = 1 << (bits - 1)
+  grouped = rows.astype(jnp.float32).reshape(rows.shape[0], -1, group)
+  low, high = grouped.min(axis=2), grouped.max(axis=2)
+  scales = jnp.where(-low >= high, low, high) / jnp.float32(-zero)
+  scales = scales.astype(jnp.float16 if bits == 4 else jnp.float32)
+  used = scales.astype(jnp.float32)[:, :, None]
+  steps = jnp.where(used == 0, 0, grouped / jnp.where(used == 0, 1, used))
+  codes = jnp.clip(jnp.round(steps) + zero, 0, 2 * zero - 1)
+  return codes.astype(jnp.uint8).reshape(rows.shape), scales

@@ -282,6 +282,9 @@ def build_side(
       f"quantization={options.quantization}: {options.model_dir:.200} holds {checkpoint.label} weights already; set "
       "--quantization=auto, or --model to plain weights"
     )
+  if checkpoint.label and not form.packed:
+    slow = f"every step converts {checkpoint.label} weights, which saves memory but no time"
+    matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slow}"
   quantization = checkpoint.label or ("none" if options.quantization == "auto" else options.quantization)
   declared = checkpoint.declared
   model = declared.config

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.quantize import quantize
+from models.grouped_weight import quantize_by_group
+from models.quantize import quantize, quantize_groups
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -26,3 +27,15 @@ def test_an_output_without_weights_is_zero():
   values, scales = quantize(jnp.zeros((4, 2)).at[1, 1].set(-3.0), 1)
   np.testing.assert_array_equal(values, [[0, 0], [0, -127], [0, 0], [0, 0]])
   np.testing.assert_allclose(scales, [1.0, 3 / 127], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 8), (8, 24)])
+def test_groups_on_all_threads_are_those_of_the_reference(bits, group):
+  """Random weights are never half-way between codes; an output of zeros has codes of zero."""
+  weight = np.random.default_rng(bits).standard_normal((24, 40)).astype(np.float32)
+  weight[:, 7] = 0
+  expected = quantize_by_group(weight, 1, bits, group)
+  codes, scales = quantize_groups(jnp.asarray(weight.T), bits, group)
+  np.testing.assert_array_equal(codes, expected.codes.T)
+  np.testing.assert_array_equal(scales, expected.scales.T)
+  assert scales.dtype == expected.scales.dtype
