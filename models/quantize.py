@@ -1,8 +1,8 @@
 """Quantizes weights and rows to 8 bits with one scale each. May not decide which weights, or how layers use them.
 
 Quantization is symmetric: the largest magnitude of an output's weights, or of a row's numbers, sets its scale. A number
-of int8 has an error of at most half a step, 1/254 of the largest; one of e4m3 of at most 1/16 of itself or, near 0, a
-step of 1/229,376 of the largest.
+of int8 has an error of at most half a step, 1/254 of the largest. One of e4m3 has an error of at most 1/16 of itself,
+but for numbers near 0.
 """
 
 from functools import partial
