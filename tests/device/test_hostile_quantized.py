@@ -200,7 +200,7 @@ FILES = [
 
 
 @pytest.mark.catalogue("G4")
-@pytest.mark.parametrize("name, change, said", FILES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("name, change, said", FILES, ids=[f"{name} {said[:40]}" for name, _, said in FILES])
 def test_tensors_that_do_not_fit(pristine, tmp_path, name, change, said):
   tensors = read_tensors(pristine[name] / "model.safetensors")
   change(tensors)

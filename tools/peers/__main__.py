@@ -6,9 +6,9 @@
 Peers: transformers' continuous batching, llama.cpp's server, vLLM's CPU build, OpenVINO GenAI; each has its own
 environment (tools/peers/setup.sh). The tool leaves out a peer without an environment, and the report says so. Random
 weights, greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256). In f32
-all tokens must be the same, but for ties. Each engine rounds int8 and int4 in its own way; then the report has the
-share of its tokens that transformers chooses in f32 after the same tokens, and how far the logits of the others lie
-below.
+all tokens must be the same, but for ties. Each engine rounds int8 and int4 in its own way. The report then has the
+share of its tokens that transformers chooses in f32 after the same tokens, and how far the other tokens' logits are
+from the largest.
 Offline, all requests are there at the start. --online sends them with Poisson arrivals, at --load of Sluice's offline
 rate from the same run. All engines are loaded, compiled and warmed up first. Rounds go through all engines, each
 starting with another one, and the idle engines are stopped. Figures are medians over rounds.
