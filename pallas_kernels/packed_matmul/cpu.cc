@@ -222,7 +222,7 @@ void multiply_groups(const Call& call, const groups::Layout& layout, int bits) {
   if (groups::Vnni::available())
     return by(bits == 4 ? groups::multiply<groups::Vnni, 4, X, S, O> : groups::multiply<groups::Vnni, 8, X, S, O>);
 #endif
-  by(bits == 4 ? groups::multiply<groups::Pairs, 4, X, S, O> : groups::multiply<groups::Pairs, 8, X, S, O>);
+  by(bits == 4 ? groups::multiply<groups::Halves, 4, X, S, O> : groups::multiply<groups::Pairs, 8, X, S, O>);
 }
 
 ffi::Error invalid(const std::string& text) {

@@ -133,6 +133,37 @@ struct Vnni {
 };
 #endif
 
+#if defined(__AVX512BW__) || defined(__AVX2__)
+// Bytes in their order, for codes of 4 bits without VNNI: two products of at most 15 * 127 fit in 16 bits.
+struct Halves {
+  using Value = int8_t;
+  static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2;
+  static inline __attribute__((always_inline)) IntVec values_at(const Value* four) {
+    int32_t bits;
+    std::memcpy(&bits, four, sizeof bits);
+    return all_ints(bits);
+  }
+  static inline __attribute__((always_inline)) IntVec add(IntVec sums, IntVec codes, IntVec values) {
+#if defined(__AVX512BW__)
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)values);
+    return sums + (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)values);
+    return sums + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+  }
+  static inline __attribute__((always_inline)) void place(IntVec values, Value* to) {
+#if defined(__AVX512BW__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)values));
+#else
+    for (int i = 0; i < kLanes; ++i) to[i] = static_cast<Value>(values[i]);
+#endif
+  }
+};
+#else
+using Halves = struct Pairs;
+#endif
+
 // 16-bit integers, of four inputs the first, third, second and fourth: a pair of them times the even bytes of the codes
 // and a pair times the odd ones.
 struct Pairs {
