@@ -131,6 +131,15 @@ int64_t stored_size(int64_t head_dim) {
   return head_dim + (std::is_same_v<P, int8_t> ? int8::kScaleBytes : 0);
 }
 
+// The largest of numbers without NaN.
+inline float highest_of(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);  // max_of takes one lane after the other
+#else
+  return max_of(v);
+#endif
+}
+
 // Online softmax of the scores of a block of `groups` vectors from `begin`: makes weights of them, and prepares sums and
 // outputs. last: of the tile's positions.
 inline void soften(const Sizes& size, int64_t begin, int groups, int64_t first_position, int64_t last, int M,
@@ -161,7 +170,7 @@ inline void soften(const Sizes& size, int64_t begin, int groups, int64_t first_p
       store(scores + j * kLanes, x);
       peak = x > peak ? x : peak;
     }
-    const float top = max_of(peak);
+    const float top = highest_of(peak);
     Vec sum{};
     for (int j = 0; j < groups; ++j) {
       Vec weight = exp_of_negative(load(scores + j * kLanes) - top);

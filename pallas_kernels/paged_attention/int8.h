@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "pallas_kernels/native.h"
 
@@ -142,13 +143,14 @@ inline float split_weights(const float* weights, const Vec* scales, int groups, 
     most = scaled[j] > most ? scaled[j] : most;
     sum += scaled[j];
   }
-  const float peak = max_of(most), factor = peak > 0.0f ? kMostOfWeight / peak : 0.0f;
+  const float peak = _mm512_reduce_max_ps((__m512)most), factor = peak > 0.0f ? kMostOfWeight / peak : 0.0f;
   for (int j = 0; j < 4; ++j) {
     const __m512i n = _mm512_cvtps_epi32((__m512)((j < groups ? scaled[j] : Vec{}) * factor));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(high + j * kLanes), _mm512_cvtepi32_epi8(_mm512_srli_epi32(n, 8)));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(low + j * kLanes), _mm512_cvtepi32_epi8(n));
   }
-  return peak / kMostOfWeight + sum_of(sum) * 0.0f;
+  const bool is_finite = _mm512_cmp_ps_mask((__m512)(sum - sum), _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0;
+  return is_finite ? peak / kMostOfWeight : std::numeric_limits<float>::quiet_NaN();
 }
 
 inline __m512i broadcast(const void* from) {
