@@ -69,6 +69,10 @@ def changed(fact, **changes):
     ),
     (KV, "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length"),
     (
+      changed(KV, dtype="int8"),
+      "KV        100 blocks of 16 = 1,600 tokens in 1 GiB of int8; 3 sequences of full length",
+    ),
+    (
       changed(KV, num_host_blocks=2000, num_host_bytes=3 * 2**29),
       "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length; 2,000 evicted blocks on the "
       "host in 1.5 GiB",
