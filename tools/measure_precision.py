@@ -1,11 +1,11 @@
 """Measures what low precision costs: perplexity of held-out text, and the checked skills of the demo model.
 
-  python -m tools.measure_precision [--model=demo] --precisions=int8,w8a8,int4+quantization_group_size=64,DIR
+  python -m tools.measure_precision [--model=demo] --precisions=int8,w8a8,int4+quantization_group_size=64,./DIR
 
 Each precision runs in the engine, one after the other, and is compared with float32, the first. Its text is --text, or
 stories that the demo model was not trained on, of which only the answers count. A precision is settings of LLM joined
-by "+": a bare word is a --quantization, NAME=VALUE is any setting, and a path is a folder of another format of the same
-model.
+by "+": a bare word is a --quantization, NAME=VALUE is any setting, and a path with a / is a folder of another format of
+the same model.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def parse_precision(text: str, model: str) -> tuple[str, dict[str, Any]]:
     name, equals, value = part.partition("=")
     if equals:
       settings[name] = _parse_value(value)
-    elif os.sep in part or pathlib.Path(part).is_dir():
+    elif os.sep in part:
       model = part
       check_model_folder(pathlib.Path(model))
     else:

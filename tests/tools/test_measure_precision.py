@@ -7,7 +7,8 @@ import pathlib
 import pytest
 
 from tools import measure_precision
-from tools.measure_precision import TextScores, compare_scores
+from tools.make_random_model import read_shape, write_model
+from tools.measure_precision import TextScores, compare_scores, parse_precision
 
 BRIEF = ("--num_tokens=300", "--skills=2")
 
@@ -44,6 +45,16 @@ def test_figures_of_known_scores():
   assert found["perplexity"] == pytest.approx(math.exp(1.75), abs=1e-5)
   assert found["perplexity_change_percent"] == pytest.approx(100 * (math.exp(0.25) - 1), abs=1e-3)
   assert found["top1_agreement_percent"] == 50.0 and found["logprob_error"] == 0.25
+
+
+def test_precisions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+  """A folder beside the caller that has the name of a --quantization does not hide it."""
+  monkeypatch.chdir(tmp_path)
+  write_model(tmp_path / "int8", read_shape("llama-15m"), 0)
+  folder, settings = parse_precision("int8+max_num_seqs=8", "demo")
+  assert (folder, settings["quantization"], settings["max_num_seqs"]) == ("demo", "int8", 8)
+  folder, settings = parse_precision("./int8", "demo")
+  assert folder == "./int8" and "quantization" not in settings
 
 
 @pytest.mark.parametrize(
