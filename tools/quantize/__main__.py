@@ -1,4 +1,4 @@
-"""Quantizes a model folder to a new folder that Sluice, transformers and vLLM read (compressed-tensors).
+"""Quantizes a model folder to a new folder in the form of compressed-tensors, which Sluice and transformers read.
 
   python -m tools.quantize --model=DIR --output=NEW_DIR --scheme=int4 [--group_size=32] [--calibration=FILE]
 

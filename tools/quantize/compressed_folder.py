@@ -1,4 +1,4 @@
-"""Writes quantized checkpoints in the form of compressed-tensors, which transformers and vLLM read. Quantizes nothing.
+"""Writes quantized checkpoints in the form of compressed-tensors, which transformers and vLLM take. Quantizes nothing.
 
   int4, int8   format pack-quantized: weight_packed int32[N, K * bits / 32], weight_scale [N, groups], weight_shape
   w8a8         format int-quantized: weight int8[N, K], weight_scale [N, 1]; activations are quantized by token
