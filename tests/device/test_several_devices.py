@@ -140,6 +140,25 @@ def test_codes_by_group_give_the_tokens_of_one_device(tmp_path: pathlib.Path, mo
 
 
 @pytest.mark.long
+def test_codes_by_group_with_a_bundle_and_with_adapters(tmp_path: pathlib.Path) -> None:
+  """A stored program takes the same codes, and an adapter changes only the rows that have it."""
+  model = make_model(tmp_path / "model", "llama3", vocab_size=250)
+  config = config_from_hf(json.loads((model / "config.json").read_text("utf-8")))
+  write_plain_adapter(tmp_path / "a", config, 8, 0, strength=0.5)
+  settings = SETTINGS | {"quantization": "int4", "quantization_group_size": 16}
+  bundle, requests = str(tmp_path / "bundle"), make_requests(5, 20, 8)
+  stored = [settings | {"bundle": [bundle, is_written]} for is_written in (True, False)]
+  plain, written, restored = serve_on_devices(model, [settings, *stored], requests)
+  assert plain["tokens"] == written["tokens"] == restored["tokens"]
+  assert plain["compiles"] == restored["compiles"] == 0
+  mixed = [(prompt, params | {"adapter": "a" if n % 2 else ""}) for n, (prompt, params) in enumerate(requests)]
+  lora = settings | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+  (adapted,) = serve_on_devices(model, [lora], mixed, {"a": str(tmp_path / "a")})
+  same = [mine == theirs for mine, theirs in zip(adapted["tokens"], plain["tokens"], strict=True)]
+  assert same == [True, False, True, False, True]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kernels", ["packed", "xla"])
 def test_adapters_on_several_devices(tmp_path: pathlib.Path, kernels: str) -> None:
   model = make_model(tmp_path / "model", "qwen3", vocab_size=250, intermediate_size=203)
