@@ -4,14 +4,15 @@
                                                                                                        # make peers
 
 Peers: transformers' continuous batching, llama.cpp's server, vLLM's CPU build, OpenVINO GenAI; each has its own
-environment (tools/peers/setup.sh). The tool leaves out a peer without an environment, and the report says so. Random
-weights, greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256). In f32
-all tokens must be the same, but for ties. Each engine rounds int8 and int4 in its own way. The report then has the
-share of its tokens that transformers chooses in f32 after the same tokens, and how far the other tokens' logits are
-from the largest.
-Offline, all requests are there at the start. --online sends them with Poisson arrivals, at --load of Sluice's offline
-rate from the same run. All engines are loaded, compiled and warmed up first. Rounds go through all engines, each
-starting with another one, and the idle engines are stopped. Figures are medians over rounds.
+environment (tools/peers/setup.sh). The tool leaves out a peer without an environment, and the report says so. Weights
+are random, sampling is greedy, and lengths are forced: by default log-normal, prompts of 64 tokens on average (8 to
+512), and outputs of 64 (4 to 256).
+
+In f32 all tokens must be the same, but for ties. Each engine rounds int8 and int4 in its own way. The report then has
+the share of its tokens that transformers chooses in f32 after the same tokens, and how far the other tokens' logits
+are from the largest. Offline, all requests are there at the start. --online sends them with Poisson arrivals, at
+--load of Sluice's offline rate from the same run. All engines are loaded, compiled and warmed up first. Rounds go
+through all engines, each starting with another one, and the idle engines are stopped. Figures are medians over rounds.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,6 @@ from tools.peers.process import PeerProcess
 from tools.report.latency import Outcome, summary
 from tools.workload import WorkRequest
 
-PROMPT_LEN, OUTPUT_LEN = "lognormal:64:8:512", "lognormal:64:4:256"
 MAX_LEN = 1024
 ENVIRONMENTS = {
   "openvino": ".venv-peers-openvino",
@@ -130,7 +130,7 @@ def measure(
   """Runs warm-up and rounds; returns the workload, each engine's rounds, and its agreement."""
 
   def make_requests(rate: float) -> list[WorkRequest]:
-    return workload.synthetic(args.num_requests, PROMPT_LEN, OUTPUT_LEN, vocab_size, args.seed, rate)
+    return workload.synthetic(args.num_requests, args.prompt_len, args.output_len, vocab_size, args.seed, rate)
 
   def serve(name: str, path: pathlib.Path, *, realtime: bool) -> list[Outcome]:
     return engines[name].serve(path, folder / f"{name}.jsonl", realtime=realtime, timeout_s=SERVE_S)
@@ -144,8 +144,8 @@ def measure(
   prompt_tokens = sum(len(request.prompt) for request in requests)
   about: dict[str, Any] = {
     "num_requests": args.num_requests,
-    "prompt_len": PROMPT_LEN,
-    "output_len": OUTPUT_LEN,
+    "prompt_len": args.prompt_len,
+    "output_len": args.output_len,
     "seed": args.seed,
     "prompt_tokens": prompt_tokens,
     "output_tokens": sum(request.output_len for request in requests),
@@ -180,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--online", action="store_true", help="send requests at their arrival times, without transformers"
   )
   parser.add_argument("--load", type=positive_float, default=0.6, help="with --online: share of Sluice's offline rate")
+  parser.add_argument("--prompt_len", default=workload.PROMPT_LEN, help="distribution, such as uniform:500:900")
+  parser.add_argument("--output_len", default=workload.OUTPUT_LEN, help="distribution")
   parser.add_argument("--num_requests", type=positive_int, default=64)
   parser.add_argument("--max_requests", type=positive_int, default=64, help="sequences at once")
   parser.add_argument("--threads", type=positive_int, default=2, help="threads of peers; XLA uses every visible core")

@@ -75,12 +75,13 @@ def table(run: Mapping[str, Any]) -> str:
 
 
 def keep(path: str, run: dict[str, Any]) -> None:
-  """Writes a run to the file; replaces one of the same shape, mode and engines."""
+  """Writes a run to the file; replaces one of the same shape, precision, mode, lengths and engines."""
   if not path:
     return
 
   def key(of: Mapping[str, Any]) -> tuple[Any, ...]:
-    return of["shape"], of.get("precision", "f32"), of["mode"], *sorted(of["engines"])
+    lengths = [of.get("workload", {}).get(name) for name in ("prompt_len", "output_len")]
+    return of["shape"], of.get("precision", "f32"), of["mode"], *lengths, *sorted(of["engines"])
 
   file = pathlib.Path(path)
   runs = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []
