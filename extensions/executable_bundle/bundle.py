@@ -264,6 +264,7 @@ def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
     "kernel libraries": {name: _library(name) for name in native.ENTRIES} if client.platform == "cpu" else {},
     "model": _digest(repr(spec.model)),
     "parameters": _digest(repr(shapes)),
+    "dtype": spec.dtype.name,
     "KV": ", ".join(f"{count} of {kind}" for kind, count in kinds.items()),
     "ladder": [dataclasses.astuple(shape) for shape in rungs],
     "compiler options": step_options(spec),
