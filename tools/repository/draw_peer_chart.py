@@ -22,7 +22,8 @@ def read_ratios() -> tuple[list[tuple[str, float, float, float]], str]:
   Raises:
     KeyError: the file holds no such run.
   """
-  runs = [run for run in json.loads(FIGURES.read_text())["runs"] if run["shape"] == _SHAPE and run["mode"] == "offline"]
+  plain = [run for run in json.loads(FIGURES.read_text())["runs"] if run.get("precision", "f32") == "f32"]
+  runs = [run for run in plain if run["shape"] == _SHAPE and run["mode"] == "offline"]
   rows = []
   for run in runs:
     ours = _rate(run, "sluice")
