@@ -143,7 +143,7 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   has_offsets = any(weight.offsets is not None for _, weight in parts)
   # In the tensors' order of memory, because a transposed copy of bytes takes ten times as long.
   stored = pieces[0][0].order if pieces[0][1].codes.T.flags.c_contiguous else None
-  codes = _placed(
+  codes = place_pieces(
     [(piece, weight.codes.T.reshape(piece.split).transpose(piece.order)) for piece, weight in parts], 0, stored
   )
 
@@ -155,7 +155,7 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
       split = [piece.split[axis] for axis in sorted(order)]
       ranks = [sorted(order).index(axis) for axis in order]
       moved.append((piece, np.moveaxis(value.T.reshape(*split, -1), -1, 0).transpose(0, *(1 + r for r in ranks))))
-    return _placed(moved, num_inputs - 1)
+    return place_pieces(moved, num_inputs - 1)
 
   scales = placed([weight.scales for _, weight in parts])
   offsets = None
@@ -166,10 +166,13 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   return GroupedWeight(codes, scales, bits, num_inputs, offsets)
 
 
-def _placed(parts: list[tuple[Piece, np.ndarray]], fewer: int, stored: tuple[int, ...] | None = None) -> np.ndarray:
-  """Puts each value at its piece's place.
+def place_pieces(
+  parts: list[tuple[Piece, np.ndarray]], fewer: int = 0, stored: tuple[int, ...] | None = None
+) -> np.ndarray:
+  """Returns a parameter with each value at its piece's place.
 
   Args:
+    parts: the pieces and their values, in the parameter's axis order.
     fewer: leading axes of the parameter that the values lack.
     stored: the order of `Piece.split`'s axes in memory, for a transposed result; None: C order.
   """

@@ -102,12 +102,13 @@ def judged(
   if args.precision != "f32":
     differing = [request.id for request in requests[:NUM_JUDGED]]
   margins: dict[str, dict[int | str, list[float]]] = {name: {} for name in tokens}
+  judge = None
   if differing:
     try:
       judge = start("transformers", folder, args, ["--judge_only"])
     except ConfigError as error:
-      print(f"differences are not judged: {error}", file=sys.stderr)
-      return {name: one.judged({}) for name, one in found.items()}
+      print(f"tokens are not judged: {error}", file=sys.stderr)
+  if judge is not None:
     try:
       prompts = {request.id: list(request.prompt) for request in requests}
       for name, these in tokens.items():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from models.grouped_weight import choose_scales, round_to_scales
+from models.grouped_weight import GroupedWeight, choose_scales, round_to_scales
 
 # Of the scale that reaches the group's extreme. A smaller one clips this weight and rounds the others more finely. A
 # negative one gives -2**(bits - 1), the code without a counterpart, to the other end.
@@ -39,9 +39,7 @@ def round_matrix(
 
 def dequantize_matrix(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
   """Returns f32[N, K] of the result of `round_matrix`."""
-  outputs, inputs = codes.shape
-  grouped = codes.reshape(outputs, scales.shape[1], -1).astype(np.float32) - (1 << (bits - 1))
-  return (grouped * scales.astype(np.float32)[..., None]).reshape(outputs, inputs)
+  return np.ascontiguousarray(GroupedWeight(codes.T, scales.T, bits).dequantize().T)
 
 
 def _errors(grouped: np.ndarray, codes: np.ndarray, scales: np.ndarray, bits: int, moments: np.ndarray) -> np.ndarray:

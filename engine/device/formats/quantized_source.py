@@ -17,7 +17,7 @@ from engine.device.formats.quantized_tensor import LayerTensors, QuantizedTensor
 from engine.device.safetensors_file import StoredTensor
 from engine.errors import CheckpointError
 from models.families.tensor_map import Piece, TensorMap
-from models.grouped_weight import GroupedWeight, assemble_grouped
+from models.grouped_weight import GroupedWeight, assemble_grouped, place_pieces
 from models.weight_form import MatrixForm
 
 EMBEDDING = "embed"  # stored name of the parameter [V, D]
@@ -63,7 +63,8 @@ class QuantizedSource:
     """
     pieces = self.pieces[name]
     if name not in self.forms:
-      return _assemble_plain([(piece, self._read_plain(piece, dtype)) for piece in pieces])
+      plain = [(piece, self._read_plain(piece, dtype)) for piece in pieces]
+      return place_pieces([(piece, value.reshape(piece.split).transpose(piece.order)) for piece, value in plain])
     weights = []
     for piece in pieces:
       tensor = self.quantized[piece.name]
@@ -76,17 +77,6 @@ class QuantizedSource:
     if piece.name in self.quantized:
       return self.quantized[piece.name].dequantize(dtype)
     return self.stored[piece.name].map().astype(dtype)
-
-
-def _assemble_plain(parts: list[tuple[Piece, np.ndarray]]) -> np.ndarray:
-  if not parts[0][0].place:
-    ((piece, value),) = parts
-    return value.reshape(piece.split).transpose(piece.order)
-  boxes = [piece.box() for piece, _ in parts]
-  out = np.empty([max(each.stop for each in axis) for axis in zip(*boxes, strict=True)], parts[0][1].dtype)
-  for box, (piece, value) in zip(boxes, parts, strict=True):
-    out[box] = value.reshape(piece.split).transpose(piece.order)
-  return out
 
 
 def _num_inputs(piece: Piece) -> int:
