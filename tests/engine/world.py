@@ -96,6 +96,7 @@ class World:
     """Args: host_pool: half of the worlds without `config` have one."""
     self.rng = rng = random.Random(seed)
     self.host_rng = host_rng = random.Random(~seed)  # apart, so that the rest of a world does not depend on it
+    self._seed_rng = random.Random(f"seeds {seed}")  # the scheduler would choose others in each run
     config = config or (with_host_pool(random_config(rng), host_rng) if host_pool else random_config(rng))
     self.config = dataclasses.replace(config, overlap=rng.choice((True, False)) if overlap is None else overlap)
     self.clock = VirtualClock()
@@ -146,7 +147,7 @@ class World:
     params = SamplingParams(
       max_tokens=max_tokens,
       temperature=rng.choice((0.0, 1.0)),
-      seed=rng.choice((None, -5, 2**40)),
+      seed=rng.choice((self._seed_rng.getrandbits(32), -5, 2**40)),
       min_tokens=rng.randint(0, min(max_tokens, 4)),
       ignore_eos=rng.random() < 0.8,
       stop_token_ids=rng.choice(((), (), (5,), (6, 7, 8))),
