@@ -25,7 +25,7 @@ CLIENTS_OPENAI2_VENV := .venv-clients-openai2
 CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server router test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet host-losses soak gpu clean setup-device setup-audit setup-ray
+.PHONY: help setup wheel demo server router test test-kernels test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet host-losses soak gpu clean setup-device setup-audit setup-ray
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -42,12 +42,16 @@ server: $(READY)
 router: $(READY)
 	@$(PY) -m server.router $(ARGS)
 
-## make test      run every check that a change must pass; pyright runs beside the tests and reports after them
+## make test      run every check that a change must pass, but test-kernels; pyright runs beside the tests and reports after them
 test: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; $(PY) -m pyright >"$$said" 2>&1 & pyright=$$!; \
-	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long and not kernels" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.repository.check_protos && exit $$((tests | types))
+
+## make test-kernels  run GPU and TPU kernels in an interpreter, and C++ kernels with seeded bugs, which tests must notice
+test-kernels: $(READY)
+	@$(PY) -m pytest -m "kernels and not long" -n 3 $(ARGS)
 
 ## make test-long run the soak tests, minutes each, and property tests with random examples
 test-long: $(READY)

@@ -154,6 +154,7 @@ _BUGS = {
 
 
 @needs_compiler
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", _BUGS)
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
   with_bug("adjust", _BUGS[name])

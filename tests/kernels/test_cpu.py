@@ -380,6 +380,7 @@ def _checks() -> None:
   conformance.check(ALONE, spec)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", _BUGS)
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
   with_bug("paged_attention", _BUGS[name])

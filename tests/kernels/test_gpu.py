@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention.tuning import Tuning, tuning_for
 from tests.kernels import conformance
 
 pytestmark = [
+  pytest.mark.kernels,
   pytest.mark.usefixtures("gpu_interpreter"),
   pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),  # NaN, which is on purpose
 ]

@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 from tests.kernels.conformance import f32
 
-pytestmark = pytest.mark.usefixtures("gpu_interpreter")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("gpu_interpreter")]
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 UNTOUCHED = 7.0  # what `out` holds before

@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 
 pytestmark = [
+  pytest.mark.kernels,
   pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),  # NaN, which is on purpose
   pytest.mark.usefixtures("gpu_interpreter"),
 ]

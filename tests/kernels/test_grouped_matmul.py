@@ -283,8 +283,8 @@ _BUGS = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", _BUGS)
-@pytest.mark.long
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
   with_bug("packed_matmul", _BUGS[name])
   with pytest.raises(AssertionError):

@@ -314,6 +314,7 @@ def test_without_a_bug_the_same_checks_pass() -> None:
   check_norm()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", _BUGS)
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
   with_bug("packed_matmul", _BUGS[name])

@@ -103,6 +103,7 @@ def _written_one_slot_late(kv, k, v, slots, *, original):
   return original(kv, k, v, slots + 1)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
   ("name", "bug"),
   [

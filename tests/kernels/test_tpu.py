@@ -21,6 +21,9 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tests.kernels import conformance
 
 
+pytestmark = pytest.mark.kernels
+
+
 @pytest.fixture(autouse=True)
 def simulated(quick_compilation: None) -> Iterator[None]:
   """Every kernel runs in the simulator; what a failed one left behind is dropped."""

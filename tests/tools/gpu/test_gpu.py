@@ -226,6 +226,7 @@ def _job(monkeypatch, job: dict, wrong: str = "") -> dict:
 _CHECK = {"kind": "check", "op": "parts", "spec": "decode 63 x 1024 + prefill 449"}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
   "name", ["decode 63 x 1024 + prefill 449", pytest.param("decode 32 x 8192, window 4096", marks=pytest.mark.long)]
 )
@@ -238,6 +239,7 @@ def test_a_step_without_rows_passes(monkeypatch) -> None:
   assert _job(monkeypatch, {**_CHECK, "spec": "nothing"})["error"] == 0
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
   ("wrong", "says"),
   [
@@ -254,6 +256,7 @@ def test_wrong_kernels_are_told(monkeypatch, wrong: str, says: str) -> None:
     _job(monkeypatch, _CHECK, wrong)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("op", ["write", "prefill"])
 def test_what_is_timed_is_compared_too(monkeypatch, op: str) -> None:
   job = {"kind": "time", "op": op, "spec": "prefill 1 x 4096"}
@@ -372,6 +375,7 @@ def test_the_table_is_short_whatever_happens() -> None:
 # --- a dry run --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kernels
 def test_a_dry_run_goes_through_the_interpreter_and_leaves_its_files(tmp_path) -> None:
   done = run_module(
     "tools.gpu",
