@@ -146,24 +146,30 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   codes = place_pieces(
     [(piece, weight.codes.T.reshape(piece.split).transpose(piece.order)) for piece, weight in parts], 0, stored
   )
-
-  def placed(values: list[np.ndarray]) -> np.ndarray:
-    # The same outputs as the codes, and one dimension of groups instead of the inputs.
-    moved = []
-    for (piece, _), value in zip(parts, values, strict=True):
-      order = piece.order[num_inputs:]  # split's axes of the outputs, in the parameter's order
-      split = [piece.split[axis] for axis in sorted(order)]
-      ranks = [sorted(order).index(axis) for axis in order]
-      moved.append((piece, np.moveaxis(value.T.reshape(*split, -1), -1, 0).transpose(0, *(1 + r for r in ranks))))
-    return place_pieces(moved, num_inputs - 1)
-
-  scales = placed([weight.scales for _, weight in parts])
+  scales = place_scales([(piece, weight.scales) for piece, weight in parts], num_inputs)
   offsets = None
   if has_offsets:
-    offsets = placed(
-      [np.zeros_like(weight.scales) if weight.offsets is None else weight.offsets for _, weight in parts]
-    )
+    found = [
+      (piece, np.zeros_like(weight.scales) if weight.offsets is None else weight.offsets) for piece, weight in parts
+    ]
+    offsets = place_scales(found, num_inputs)
   return GroupedWeight(codes, scales, bits, num_inputs, offsets)
+
+
+def place_scales(parts: Sequence[tuple[Piece, np.ndarray]], num_inputs: int) -> np.ndarray:
+  """Returns the scales [groups, *outputs] of a parameter, or its offsets.
+
+  Args:
+    parts: the pieces of the parameter and their scales [groups, outputs], as many groups each.
+    num_inputs: input dimensions of the parameter, which come first in it.
+  """
+  moved = []
+  for piece, value in parts:
+    order = piece.order[num_inputs:]  # split's axes of the outputs, in the parameter's order
+    split = [piece.split[axis] for axis in sorted(order)]
+    ranks = [sorted(order).index(axis) for axis in order]
+    moved.append((piece, np.moveaxis(value.T.reshape(*split, -1), -1, 0).transpose(0, *(1 + r for r in ranks))))
+  return place_pieces(moved, num_inputs - 1)
 
 
 def place_pieces(

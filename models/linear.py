@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from models.adapters import LinearAdapter
 from models.config import Activation
-from models.grouped_weight import GroupedWeight
 from models.layers import RMSNorm, param, sum_over_devices
 from models.matrices import (
   Array,
+  LowPrecision,
   Matrix,
   MatrixSpec,
   Part,
@@ -210,12 +210,12 @@ def arranger(model: nnx.Module) -> Callable[..., dict[str, Array]]:
       case Embedding(matrix=table):
         made[name] = table.arrange_table(weight, part)
         if tied:
-          assert not isinstance(weight, GroupedWeight), "a form of its own"
+          assert not isinstance(weight, LowPrecision), "a form of its own"
           made |= {head: matrix.arrange(weight.T, None if part is None else part[::-1]) for head, matrix in tied}
       case Linear(matrix=matrix):
         made[name] = matrix.arrange(weight, part)
       case _:
-        assert not isinstance(weight, GroupedWeight), name
+        assert not isinstance(weight, LowPrecision), name
         return {name: own_array(weight if part is None else weight[part])}
     return {
       stored_name(f"{owner}.matrix.{part}"): value for owner, parts in made.items() for part, value in parts.items()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import Activation
+from models.fp8_weight import Fp8Weight
 from models.grouped_weight import GroupedWeight
 from models.layers import SPLIT_AXES, RMSNorm, param
 from models.quantize import E4M3, INT8, quantize, quantize_groups, quantize_rows
@@ -22,7 +23,8 @@ from models.weight_form import PLAIN_MATRIX, MatrixForm, UnsupportedForm, Weight
 from pallas_kernels.packed_matmul import api as packed_matmul
 
 Array = jax.Array | np.ndarray
-Weight = Array | GroupedWeight
+LowPrecision = GroupedWeight | Fp8Weight
+Weight = Array | LowPrecision
 Part = tuple[slice, ...]  # of an array, by dimension
 
 
@@ -84,7 +86,8 @@ class Matrix(nnx.Module):
     Copies arrays in host memory, because a weight may be a view of a file.
 
     Args:
-      weight: of `spec.shape`; with a part, of any shape. Only grouped forms take a GroupedWeight, of their own form.
+      weight: of `spec.shape`; with a part, of any shape. Only grouped forms take a GroupedWeight, of their own form,
+        and only Fp8Matrix an Fp8Weight.
       part: the part of `weight` that has `spec.shape`. The rest decides scales with it. Only forms that are made on the
         host take one.
     """
@@ -116,7 +119,7 @@ class PlainMatrix(Matrix):
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     assert part is None, "made on the device"
-    assert not isinstance(weight, GroupedWeight), "a plain layer"
+    assert not isinstance(weight, LowPrecision), "a plain layer"
     return {"array": own_array(weight).reshape(self.shape)}
 
   def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
@@ -149,7 +152,7 @@ class Int8Matrix(PlainMatrix):
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     assert part is None, "made on the device"
-    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    assert not isinstance(weight, LowPrecision), "a form of its own"
     values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
     return {"array": values.reshape(self.shape), "scales": scales}
 
@@ -176,7 +179,7 @@ class RowScaledMatrix(PlainMatrix):
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     assert part is None, "made on the device"
-    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    assert not isinstance(weight, LowPrecision), "a form of its own"
     values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs, self._DTYPE)
     return {"array": values.reshape(self.shape), "scales": scales}
 
@@ -211,9 +214,12 @@ class Fp8Matrix(RowScaledMatrix):
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     assert part is None, "made on the device"
     assert not isinstance(weight, GroupedWeight), "a form of its own"
-    count = self.spec.num_inputs
+    count, dims = self.spec.num_inputs, len(self.spec.shape)
+    order = (*range(count, dims), *range(count))
+    if isinstance(weight, Fp8Weight):
+      codes = weight.values.view(np.uint8).transpose(order).reshape(self.shape)
+      return {"array": own_array(codes).view(E4M3), "scales": own_array(weight.scales)}
     values, scales = quantize(jnp.asarray(weight), count, E4M3)
-    order = (*range(count, values.ndim), *range(count))
     return {"array": values.transpose(order).reshape(self.shape), "scales": scales}
 
   def _sum(self, values, weight, dtype):
@@ -258,6 +264,7 @@ class GroupedMatrix(PlainMatrix):
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from an array [V, D], or from a GroupedWeight with codes [D, V]."""
+    assert not isinstance(table, Fp8Weight), "a plain layer"
     return self.arrange(table if isinstance(table, GroupedWeight) else table.T, None if part is None else part[::-1])
 
   def lines(self, indices: jax.Array) -> jax.Array:
@@ -323,6 +330,7 @@ def group_weight(weight: Weight, spec: MatrixSpec, form: MatrixForm, part: Part 
   if isinstance(weight, GroupedWeight):
     assert MatrixForm.of_weight(weight) == form, (MatrixForm.of_weight(weight), form)
     return weight if part is None else weight.cut(part)
+  assert not isinstance(weight, Fp8Weight), "a form of its own"
   if part is not None and not (spec.splits_inputs and not form.group):  # else other parts decide the scales, too
     weight, part = weight[part], None
   count, inputs = spec.num_inputs, weight.shape[: spec.num_inputs]
@@ -346,7 +354,7 @@ class PackedMatrix(Matrix):
     self.array = param(shape, ("share" if is_split else None, None, None), spec.dtype)
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
-    assert not isinstance(weight, GroupedWeight), "a plain layer"
+    assert not isinstance(weight, LowPrecision), "a plain layer"
     weight = weight if part is None else weight[part]
     return {"array": packed_matmul.pack_weight(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
 
@@ -372,7 +380,7 @@ class PackedMatrix(Matrix):
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from the transposed matrix."""
-    assert not isinstance(table, GroupedWeight), "a plain layer"
+    assert not isinstance(table, LowPrecision), "a plain layer"
     return self.arrange(table.T, None if part is None else part[::-1])
 
   def lines(self, indices: jax.Array) -> jax.Array:
@@ -411,7 +419,7 @@ class PackedInt8Matrix(PackedMatrix):
     self.scales = param((math.prod(spec.outputs),), axes, jnp.dtype(jnp.float32))
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
-    assert not isinstance(weight, GroupedWeight), "a form of its own"
+    assert not isinstance(weight, LowPrecision), "a form of its own"
     values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
     scales = scales if part is None else scales[part[self.spec.num_inputs :]]
     return super().arrange(values, part) | {"scales": scales.reshape(-1)}
@@ -447,6 +455,7 @@ class PackedGroupedMatrix(PackedMatrix):
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from an array [V, D], or from a GroupedWeight with codes [D, V]."""
+    assert not isinstance(table, Fp8Weight), "a plain layer"
     return self.arrange(table if isinstance(table, GroupedWeight) else table.T, None if part is None else part[::-1])
 
   def lines(self, indices: jax.Array) -> jax.Array:
@@ -464,7 +473,7 @@ class Table(PlainMatrix):
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from [V, D]."""
-    assert not isinstance(table, GroupedWeight), "a plain layer"
+    assert not isinstance(table, LowPrecision), "a plain layer"
     return self.arrange(table if part is None else table[part])
 
   def lines(self, indices: jax.Array) -> jax.Array:

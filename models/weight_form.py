@@ -16,8 +16,8 @@ class MatrixForm:
 
   Attributes:
     kind: "plain": the model's dtype; "int8": integers with a scale an output (models/quantize.py); "w8a8": the same,
-      with x rounded to int8 by row; "fp8": the same of e4m3, x too; "grouped": codes with scales
-      (models/grouped_weight.py). The other attributes are of this kind alone.
+      with x rounded to int8 by row; "fp8": the same of e4m3, x too (models/fp8_weight.py); "grouped": codes with
+      scales (models/grouped_weight.py). The other attributes are of this kind alone.
     bits: of a code, 4 or 8.
     group: adjacent inputs, in row-major order, that share a scale; 0: one scale an output.
     has_offsets: whether each group has an offset, too.
@@ -55,6 +55,7 @@ class WeightForm:
     ordered: packed products give a row the same bits in any batch; the layout does not change.
     flat: a plain matrix is stored as [inputs, outputs], because a TPU tiles the last two dimensions of an array. Of the
       shape [D, K, G + 2, H] it copies the whole weight in every step.
+    keeps_fp8: a checkpoint's matrices of e4m3 with a scale an output stay so, because the device multiplies them.
     axis: the mesh axis whose devices share the weights; a layer is then one device's share, and runs inside of a
       shard_map over this axis. "": one device has the whole.
     name: stored name of the module that this form is for, or its beginning; "": the model.
@@ -65,6 +66,7 @@ class WeightForm:
   forms: tuple[tuple[str, MatrixForm], ...] = ()
   ordered: bool = False
   flat: bool = False
+  keeps_fp8: bool = False
   axis: str = ""
   name: str = ""
 

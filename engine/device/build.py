@@ -33,6 +33,7 @@ from engine.device.kernel_choice import (
   choose_matmul,
   choose_matrix_form,
   fit_to_attention,
+  multiplies_fp8,
 )
 from engine.device.memory_check import check_fits, host_free_bytes, size_host_pool, step_bytes
 from engine.device.options import BuildOptions
@@ -273,7 +274,13 @@ def build_side(
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
   matrix, slowness = choose_matrix_form(options, matmul, device)
-  form = WeightForm(matmul == "packed", matrix, ordered=options.deterministic, flat=device.platform == "tpu")
+  form = WeightForm(
+    packed=matmul == "packed",
+    matrix=matrix,
+    ordered=options.deterministic,
+    flat=device.platform == "tpu",
+    keeps_fp8=multiplies_fp8(device),
+  )
   if slowness:
     matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slowness}"
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
@@ -282,7 +289,7 @@ def build_side(
       f"quantization={options.quantization}: {options.model_dir:.200} holds {checkpoint.label} weights already; set "
       "--quantization=auto, or --model to plain weights"
     )
-  if checkpoint.label and not form.packed:
+  if checkpoint.has_codes and not form.packed:
     slow = f"every step converts {checkpoint.label} weights, which saves memory but no time"
     matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slow}"
   quantization = checkpoint.label or ("none" if options.quantization == "auto" else options.quantization)

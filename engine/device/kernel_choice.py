@@ -139,15 +139,20 @@ def matrix_form(quantization: str, platform: str, group: int = 0) -> MatrixForm:
   }.get(quantization, PLAIN_MATRIX)
 
 
+def multiplies_fp8(device: Any) -> bool:
+  """Whether a device has products of two operands of e4m3."""
+  if device.platform == "cpu":
+    return False
+  if device.platform == "tpu":
+    return "7" in device.device_kind
+  capability = str(getattr(device, "compute_capability", "0"))
+  return float(re.sub(r"[^\d.]", "", capability) or 0) >= _FP8_CAPABILITY
+
+
 def _quantizations(device: Any) -> tuple[str, ...]:
   """Returns the values of --quantization that a device multiplies by without a wider copy of the weights."""
   always = ("auto", "none", "int8", "w8a8")
-  if device.platform == "cpu":
-    return (*always, "int4")
-  if device.platform == "tpu":
-    return (*always, "fp8") if "7" in device.device_kind else always
-  capability = str(getattr(device, "compute_capability", "0"))
-  return (*always, "fp8") if float(re.sub(r"[^\d.]", "", capability) or 0) >= _FP8_CAPABILITY else always
+  return (*always, *["int4"] * (device.platform == "cpu"), *["fp8"] * multiplies_fp8(device))
 
 
 def fit_to_attention(

@@ -72,6 +72,7 @@ class Checkpoint:
     stored_dtypes: JAX names of the weights' dtypes in the folder, sorted; () for random weights.
     num_parameters: number of parameters of the plain model.
     label: what a folder of low-precision weights holds; "" for another.
+    has_codes: whether it holds matrices of codes by group, which only the packed matmul multiplies as they are.
     load: reads the weights to their shardings and calls its optional argument with the bytes loaded so far. Besides the
       parameters it needs host memory for about one tensor (Hugging Face) or one gibibyte (Orbax). Raises
       CheckpointError.
@@ -83,6 +84,7 @@ class Checkpoint:
   num_parameters: int
   load: Callable[..., LoadedModel]
   label: str = ""
+  has_codes: bool = False
 
 
 def open_checkpoint(
@@ -143,7 +145,7 @@ def open_checkpoint(
       stored, is_backbone = _found_tensors(folder)
       if is_backbone and not config.tie_embeddings and "lm_head.weight" not in stored:
         config = dataclasses.replace(config, has_token_head=False)
-      source = open_quantized(folder / "config.json", raw, stored, tensors(config))
+      source = open_quantized(folder / "config.json", raw, stored, tensors(config), form.keeps_fp8)
     _check_tensors(folder, stored, config, source)
     if source is not None and not source.reads:
       source = None  # a GGUF file of plain tensors
@@ -234,8 +236,15 @@ def open_checkpoint(
     return dataclasses.replace(declared, params=params, num_bytes_read=sum(num_read))
 
   num_parameters = sum(leaf.size for leaf in plain.values())
-  label = "" if source is None else source.label
-  return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load, label)
+  return Checkpoint(
+    declared,
+    kept,
+    tuple(sorted(stored_dtypes)),
+    num_parameters,
+    load,
+    label="" if source is None else source.label,
+    has_codes=source is not None and any(own.kind == "grouped" for own in source.forms.values()),
+  )
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:

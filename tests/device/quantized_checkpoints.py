@@ -116,6 +116,21 @@ def fp8_blocks(weight: np.ndarray):
   return {"weight": values, "weight_scale_inv": scales}, exact
 
 
+def fp8_outputs(weight: np.ndarray):
+  """A scale an output, in the dtype of the plain weights."""
+  scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(ml_dtypes.bfloat16)
+  values = np.clip(weight / scales.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+  return {"weight": values, "weight_scale": scales}, values.astype(np.float32) * scales.astype(np.float32)
+
+
+def fp8_tensor(weight: np.ndarray):
+  """One scale, and a static one of activations."""
+  scale = np.float32(np.abs(weight).max() / 448)
+  values = np.clip(weight / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+  parts = {"weight": values, "weight_scale": np.array(scale), "input_scale": np.array(0.1, np.float32)}
+  return parts, values.astype(np.float32) * scale
+
+
 def compressed_config(stored: str, *weights: dict[str, Any], **more: Any) -> dict[str, Any]:
   groups = {f"group_{n}": {"targets": ["Linear"], "weights": each, **more} for n, each in enumerate(weights)}
   return {
@@ -156,6 +171,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Layer]] = {
     ),
   ),
   "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [96, 128]}, fp8_blocks),
+  "fp8 outputs": (
+    compressed_config("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
+    fp8_outputs,
+  ),
+  "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
   "w8a8": (
     compressed_config(
       "int-quantized",

@@ -85,6 +85,7 @@ TARGETS = {
     Target("v5e-4", "tpu", "v5e:2x2", chips=4),
     Target("v5e-16", "tpu", "v5e:4x4", chips=16),
     Target("v6e", "tpu", "v6e:1x1"),
+    Target("v7", "tpu", "tpu7x:1x1x1"),  # one of the chip's two cores, each a device with half of its memory
   )
 }
 
@@ -94,8 +95,13 @@ def environment(target: Target, dump: pathlib.Path) -> dict[str, str]:
   common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
   if target.platform == "cuda":
     return common | {"XLA_FLAGS": f"--xla_dump_to={dump}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-  # Otherwise libtpu queries the metadata server of a cloud machine.
-  return common | {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+  # Otherwise libtpu queries the metadata server of a cloud machine, and a second process fails at a lock file: both
+  # protect chips, of which a compiler uses none.
+  return common | {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  }
 
 
 def devices(target: Target) -> list[Any]:
@@ -105,11 +111,11 @@ def devices(target: Target) -> list[Any]:
   if target.platform == "cuda":
     topology = topologies.get_topology_desc(platform="cuda", topology=target.topology, target_config=_h200())
   else:
-    x, y = (int(extent) for extent in target.topology.split(":")[1].split("x"))
+    x, y, *z = (int(extent) for extent in target.topology.split(":")[1].split("x"))
     topology = topologies.get_topology_desc(
       platform="tpu",
       topology_name=target.topology,
-      chips_per_host_bounds=(x, y, 1),
+      chips_per_host_bounds=(x, y, *(z or (1,))),
       chip_config_name="default",
       num_slices=1,
     )

@@ -1,23 +1,25 @@
 """Weights of float8 (e4m3) with a scale an output, a tensor, or a block: `quant_method` fp8, and compressed-tensors.
 
 A layer has weight e4m3[outputs, inputs] and weight_scale or weight_scale_inv, which both multiply: of one number, of
-[outputs, 1], or of [ceil(outputs / R), ceil(inputs / C)] for blocks of [R, C]. No device here multiplies e4m3, so these
-layers become plain, in the model's dtype.
+[outputs, 1], or of [ceil(outputs / R), ceil(inputs / C)] for blocks of [R, C]. Blocks of
+outputs alone are scales of outputs.
 """
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from engine.device.formats.quantized_tensor import SCALE_DTYPES, LayerTensors, read_scales, refuse_format
 from engine.device.safetensors_file import StoredTensor
 from engine.errors import CheckpointError
+from models.fp8_weight import Fp8Weight
 
 SUFFIXES = ("weight", "weight_scale", "weight_scale_inv")
 UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 _ROWS_BYTES = 4_000_000  # of values at a time
+_MAGNITUDE = np.uint8(0x7F)  # the bits of a number without its sign; all set: NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,22 @@ class Fp8Tensor:
   block: tuple[int, int]
   parts: tuple[str, ...]
 
+  @property
+  def has_output_scales(self) -> bool:
+    """Whether all inputs of an output share a scale."""
+    return self.scales.shape[1] == 1
+
+  def read(self) -> Fp8Weight:
+    """Returns the values as they are, as [inputs, outputs]; only with output scales. Raises CheckpointError for NaN."""
+    values = self.values.map()
+    outputs, inputs = self.shape
+    step = max(1, _ROWS_BYTES // inputs)
+    for start in range(0, outputs, step):
+      if ((values[start : start + step].view(np.uint8) & _MAGNITUDE) == _MAGNITUDE).any():
+        self._refuse_nan()
+    scales = self.scales[np.arange(outputs) // self.block[0], 0]
+    return Fp8Weight(values.T, scales)
+
   def dequantize(self, dtype: np.dtype) -> np.ndarray:
     """Returns [outputs, inputs], products in f32 rounded to `dtype`. Raises CheckpointError for NaN."""
     values = self.values.map()
@@ -52,11 +70,14 @@ class Fp8Tensor:
       lines = slice(start, min(start + step, outputs))
       exact = values[lines].astype(np.float32)
       if not np.isfinite(exact).all():
-        raise CheckpointError(f"{self.file}: tensor {self.values.name} holds NaN; the file is corrupt: copy it again")
+        self._refuse_nan()
       scales = self.scales[np.arange(lines.start, lines.stop) // rows]
       exact *= scales if scales.shape[1] == 1 else np.repeat(scales, columns, axis=1)[:, :inputs]
       out[lines] = exact
     return out
+
+  def _refuse_nan(self) -> NoReturn:
+    raise CheckpointError(f"{self.file}: tensor {self.values.name} holds NaN; the file is corrupt: copy it again")
 
 
 def check_config(file: pathlib.Path, config: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ A layer that is stored plain stays plain, whatever the settings say.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import pathlib
 from typing import Any
@@ -17,7 +17,9 @@ from engine.device.formats.quantized_tensor import LayerTensors, QuantizedTensor
 from engine.device.safetensors_file import StoredTensor
 from engine.errors import CheckpointError
 from models.families.tensor_map import Piece, TensorMap
+from models.fp8_weight import Fp8Weight, assemble_fp8
 from models.grouped_weight import GroupedWeight, assemble_grouped, place_pieces
+from models.matrices import Weight
 from models.weight_form import MatrixForm
 
 EMBEDDING = "embed"  # stored name of the parameter [V, D]
@@ -33,7 +35,7 @@ class QuantizedSource:
 
   Attributes:
     label: names the form, such as "4-bit awq (groups of 128)".
-    forms: the form of each parameter that `read` returns as GroupedWeight, by stored name.
+    forms: the form of each parameter that `read` returns in low precision, by stored name.
     reads: the names that `read` takes: those of `forms`, and parameters that hold a quantized tensor but are plain.
     parts: names of the stored tensors that belong to quantized matrices.
     warnings: what the folder has and Sluice does not apply, a line each.
@@ -51,11 +53,11 @@ class QuantizedSource:
   quantized: Mapping[str, AnyTensor]
   stored: Mapping[str, StoredTensor]
 
-  def read(self, name: str, dtype: np.dtype) -> GroupedWeight | np.ndarray:
+  def read(self, name: str, dtype: np.dtype) -> Weight:
     """Reads a parameter, whole and in its own axes; codes of the embedding are those of the matrix [D, V].
 
     Args:
-      name: one of `reads`; the result is a GroupedWeight of the form in `forms`, or else a plain array.
+      name: one of `reads`; the result is a GroupedWeight or Fp8Weight of the form in `forms`, or else a plain array.
       dtype: of a plain array.
 
     Raises:
@@ -65,12 +67,12 @@ class QuantizedSource:
     if name not in self.forms:
       plain = [(piece, self._read_plain(piece, dtype)) for piece in pieces]
       return place_pieces([(piece, value.reshape(piece.split).transpose(piece.order)) for piece, value in plain])
-    weights = []
-    for piece in pieces:
-      tensor = self.quantized[piece.name]
-      assert isinstance(tensor, QuantizedTensor), name
-      weights.append((piece, tensor.read()))
-    return weights[0][1] if name == EMBEDDING else assemble_grouped(weights, _num_inputs(pieces[0]))
+    count = _num_inputs(pieces[0])
+    read = [(piece, self.quantized[piece.name].read()) for piece in pieces]
+    if self.forms[name].kind == "fp8":
+      return assemble_fp8([(piece, weight) for piece, weight in read if isinstance(weight, Fp8Weight)], count)
+    grouped = [(piece, weight) for piece, weight in read if isinstance(weight, GroupedWeight)]
+    return grouped[0][1] if name == EMBEDDING else assemble_grouped(grouped, count)
 
   def _read_plain(self, piece: Piece, dtype: np.dtype) -> np.ndarray:
     """Returns the piece in its own shape."""
@@ -94,6 +96,7 @@ def make_source(
   quantized: Mapping[str, AnyTensor],
   stored: Mapping[str, StoredTensor],
   unread: Iterable[str] = (),
+  keeps_fp8: bool = False,
 ) -> QuantizedSource:
   """Returns the source of a folder.
 
@@ -102,30 +105,43 @@ def make_source(
     quantized: by name of the plain tensor.
     stored: all tensors of the folder.
     unread: names of tensors that hold scales of activations or KV.
+    keeps_fp8: as in WeightForm.
   """
-  forms, reads = {}, set()
+  forms, reads, widened = {}, set(), []
   for name, parts in pieces.items():
     found = [quantized[piece.name] for piece in parts if piece.name in quantized]
     if not found:
       continue
     reads.add(name)
     grouped = [tensor for tensor in found if isinstance(tensor, QuantizedTensor)]
-    if len(grouped) == len(parts) and (name == EMBEDDING or parts[0].order[0] != 0):
+    by_output = [tensor for tensor in found if isinstance(tensor, Fp8Tensor) and tensor.has_output_scales]
+    is_matrix = parts[0].order[0] != 0
+    if len(grouped) == len(parts) and (name == EMBEDDING or is_matrix):
       forms[name] = _joint_form(grouped)
+    elif keeps_fp8 and len(by_output) == len(parts) and is_matrix:
+      forms[name] = MatrixForm("fp8")
+    elif keeps_fp8:
+      widened += [tensor for tensor in found if isinstance(tensor, Fp8Tensor) and not tensor.has_output_scales]
   unread = sorted(unread)
-  warnings = ()
+  warnings = []
   if unread:
-    more = f" and {len(unread) - 1} others" if len(unread) > 1 else ""
-    warnings = (
-      f"{stored[unread[0]].file}: tensor {unread[0]}{more}: scales of activations and KV are not read; activations are "
-      "quantized as they come, and --kv_dtype sets the form of KV",
+    warnings.append(
+      f"{stored[unread[0]].file}: tensor {unread[0]}{_others(unread)}: scales of activations and KV are not read; "
+      "activations are quantized as they come, and --kv_dtype sets the form of KV"
+    )
+  if widened:
+    rows, columns = widened[0].block
+    warnings.append(
+      f"{widened[0].file}: tensor {widened[0].name}{_others(widened)}: e4m3 with a scale for each block of {rows}x"
+      f"{columns} becomes plain weights of --dtype, because XLA has no product with scales inside of its sum; a "
+      "checkpoint with a scale an output or tensor stays fp8"
     )
   return QuantizedSource(
-    label=_label(kind, quantized),
+    label=_label(kind, quantized, forms),
     forms=forms,
     reads=frozenset(reads),
     parts=frozenset(part for tensor in quantized.values() for part in tensor.parts) | set(unread),
-    warnings=warnings,
+    warnings=tuple(warnings),
     pieces=pieces,
     quantized=quantized,
     stored=stored,
@@ -145,18 +161,27 @@ def _joint_form(tensors: list[QuantizedTensor]) -> MatrixForm:
   )
 
 
-def _label(kind: str, quantized: Mapping[str, AnyTensor]) -> str:
+def _others(names: Sequence[Any]) -> str:
+  return f" and {len(names) - 1} others" if len(names) > 1 else ""
+
+
+def _label(kind: str, quantized: Mapping[str, AnyTensor], forms: Mapping[str, MatrixForm]) -> str:
   """Returns the bits and groups of most matrices and the format's name."""
   grouped = [tensor for tensor in quantized.values() if isinstance(tensor, QuantizedTensor)]
   if not grouped:
-    return f"dequantized {kind if 'fp8' in kind else f'fp8 {kind}'}" if quantized else kind
-  forms = Counter((tensor.bits, 0 if tensor.group == tensor.shape[1] else tensor.group) for tensor in grouped)
-  (bits, group), _ = forms.most_common(1)[0]
+    name = kind if "fp8" in kind else f"fp8 {kind}"
+    return name if forms else f"dequantized {name}" if quantized else kind
+  found = Counter((tensor.bits, 0 if tensor.group == tensor.shape[1] else tensor.group) for tensor in grouped)
+  (bits, group), _ = found.most_common(1)[0]
   return f"{bits}-bit {kind}{f' (groups of {group})' if group else ''}"
 
 
 def open_quantized(
-  config_file: pathlib.Path, raw: Mapping[str, Any], stored: dict[str, StoredTensor], pieces: TensorMap
+  config_file: pathlib.Path,
+  raw: Mapping[str, Any],
+  stored: dict[str, StoredTensor],
+  pieces: TensorMap,
+  keeps_fp8: bool = False,
 ) -> QuantizedSource | None:
   """Checks the quantized matrices of a safetensors folder by their declarations and scales.
 
@@ -164,6 +189,7 @@ def open_quantized(
     config_file: config.json, whose object is `raw`.
     stored: every tensor of the folder.
     pieces: the tensors of a plain model.
+    keeps_fp8: as in WeightForm.
 
   Returns:
     None if config.json has no quantization_config.
@@ -196,4 +222,4 @@ def open_quantized(
     else:
       quantized[name] = reader.open_layer(config_file, config, layer)
   unread = [name for name in stored if name.endswith(_UNREAD.get(method, ()))]
-  return make_source(method, pieces, quantized, stored, unread)
+  return make_source(method, pieces, quantized, stored, unread, keeps_fp8)
