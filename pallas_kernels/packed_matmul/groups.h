@@ -280,7 +280,8 @@ template <typename Way, int kBits, int R, int V, typename S>
 void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
                    float (*y)[kColumns], Ahead& state) {
   Ahead ahead = state;
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kBytes = 4 * kColumns, kNear = kBits == 4 ? 2 << 10 : 3 << 10;
+  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kBytes = 4 * kColumns, kNear = 3 << 10;
+  constexpr int kLevel = kBits == 4 ? 3 : 2;  // docs/decisions/packed-matmul.md, 2026-11-26
   const auto* values = rows.values;
   Vec sums[R][V];
 #pragma GCC unroll 16
@@ -300,7 +301,7 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
         for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m * rows.num_chunks].start);
       const int64_t steps = std::min(layout.chunk, layout.group - begin) / kStep;
       for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
-        ahead.prefetch<kNear>(w, kBytes);
+        ahead.prefetch<kNear, kLevel>(w, kBytes);
         IntVec low[V], high[V];
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) {
@@ -344,7 +345,7 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
         add_dots(std::false_type());
       }
     }
-    ahead.prefetch<kNear>(scales, layout.value_rows * layout.value_bytes);
+    ahead.prefetch<kNear, kLevel>(scales, layout.value_rows * layout.value_bytes);
     w += layout.value_rows * layout.value_bytes;
   }
 #pragma GCC unroll 16
