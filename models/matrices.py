@@ -344,14 +344,14 @@ def group_weight(weight: Weight, spec: MatrixSpec, form: MatrixForm, part: Part 
 
 
 class PackedMatrix(Matrix):
-  """The layout of pallas_kernels/packed_matmul, as one matrix [inputs, outputs]."""
+  """The layout of pallas_kernels/packed_matmul, as one matrix [inputs, outputs]; `arrange` keeps the weight's dtype."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(spec, form)
     self.ordered = form.ordered
     shape = packed_matmul.packed_shape(math.prod(spec.inputs), math.prod(spec.outputs))
     is_split = spec.splits_inputs or spec.splits_outputs
-    self.array = param(shape, ("share" if is_split else None, None, None), spec.dtype)
+    self.array = param(shape, ("share" if is_split else None, None, None), stored_dtype(spec, form))
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     assert not isinstance(weight, LowPrecision), "a plain layer"
@@ -385,10 +385,16 @@ class PackedMatrix(Matrix):
 
   def lines(self, indices: jax.Array) -> jax.Array:
     """Looks up columns of a matrix [D, V]: int32[...] -> [..., D]."""
-    return self.array[...][indices // packed_matmul.COLUMNS, :, indices % packed_matmul.COLUMNS]
+    found = self.array[...][indices // packed_matmul.COLUMNS, :, indices % packed_matmul.COLUMNS]
+    return found.astype(self.spec.dtype)
 
   def _scales(self) -> jax.Array | None:
     return None
+
+
+def stored_dtype(spec: MatrixSpec, form: WeightForm) -> jnp.dtype:
+  """Returns the dtype in memory of a weight that is plain or of the kind "bfloat16"."""
+  return jnp.dtype(jnp.bfloat16) if form.own.kind == "bfloat16" else spec.dtype
 
 
 def prepare_inputs(
@@ -468,7 +474,8 @@ class Table(PlainMatrix):
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     """Args: spec: the spec of the matrix [D, V]."""
-    super().__init__(dataclasses.replace(spec, shape=spec.shape[::-1], axes=spec.axes[::-1]), form)
+    stored = dataclasses.replace(spec, shape=spec.shape[::-1], axes=spec.axes[::-1], dtype=stored_dtype(spec, form))
+    super().__init__(stored, form)
     self.spec = spec
 
   def arrange_table(self, table: Weight, part: Part | None = None) -> dict[str, Array]:
@@ -478,7 +485,7 @@ class Table(PlainMatrix):
 
   def lines(self, indices: jax.Array) -> jax.Array:
     """Looks up rows: int32[...] -> [..., D]."""
-    return self.array[...][indices]
+    return self.array[...][indices].astype(self.spec.dtype)
 
   def _times(self, x, weight, dtype):
     return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=dtype)
@@ -496,6 +503,7 @@ _MATRICES: dict[tuple[bool, str], type[Matrix]] = {
   (False, "fp8"): Fp8Matrix,
   (False, "grouped"): GroupedMatrix,
   (True, "plain"): PackedMatrix,
+  (True, "bfloat16"): PackedMatrix,
   (True, "int8"): PackedInt8Matrix,
   (True, "grouped"): PackedGroupedMatrix,
 }
@@ -505,6 +513,7 @@ TableMatrix = Table | PackedMatrix | GroupedMatrix
 _TIED: dict[tuple[bool, str], type[TableMatrix]] = {
   (False, "plain"): Table,
   (True, "plain"): PackedMatrix,
+  (True, "bfloat16"): PackedMatrix,
   (False, "grouped"): GroupedMatrix,
   (True, "grouped"): PackedGroupedMatrix,
 }

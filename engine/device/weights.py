@@ -34,7 +34,7 @@ from models.families.tensor_map import Piece
 from models.linear import arranger, stored_name
 from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
 from models.split import ModelSplit
-from models.weight_form import PLAIN, PLAIN_MATRIX, UnsupportedForm, WeightForm
+from models.weight_form import BFLOAT16_MATRIX, PLAIN, PLAIN_MATRIX, UnsupportedForm, WeightForm
 
 _MOST_NAMED = 20  # most unknown keys in one warning
 _BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
@@ -163,6 +163,10 @@ def open_checkpoint(
         f"num_devices={split.num_devices}: {folder} holds {source.label} weights, parts of which so many devices would "
         "pad or repeat; set --num_devices to a divisor of the KV heads and of the hidden and vocabulary sizes"
       )
+  narrow: frozenset[str] = frozenset()
+  if form.packed and not is_shared and dtype == jnp.float32:
+    narrow = _bfloat16_matrices(stored, config, form)
+    form = dataclasses.replace(form, forms=(*form.forms, *((name, BFLOAT16_MATRIX) for name in narrow)))
   whole = abstract(config, dtype)[1]
   plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(whole)}
   wanted = _declared(mesh, abstract(split.share, dtype)[1])
@@ -193,6 +197,8 @@ def open_checkpoint(
     num_read: list[int] = []  # bytes of each part
     in_parts = is_shared and (on_host or not split.is_exact)
     others = {name: leaf for name, leaf in wanted.items() if name not in given}
+    for name in narrow:
+      others[name] = jax.ShapeDtypeStruct(others[name].shape, jnp.bfloat16, sharding=others[name].sharding)
 
     def arranged(arrays: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
       return (arrange(name, array) for name, array in arrays)
@@ -245,6 +251,19 @@ def open_checkpoint(
     label="" if source is None else source.label,
     has_codes=source is not None and any(own.kind == "grouped" for own in source.forms.values()),
   )
+
+
+def _bfloat16_matrices(stored: dict[str, StoredTensor], config: ModelConfig, form: WeightForm) -> frozenset[str]:
+  """Returns which of the embedding and the head stay in memory as the file has them: plain, of bfloat16."""
+
+  def stays(name: str) -> bool:
+    is_product = name == "head" or (config.tie_embeddings and config.has_token_head)
+    if name in dict(form.forms) or (is_product and form.matrix != PLAIN_MATRIX):
+      return False
+    found = [stored.get(piece.name) for piece in tensors(config).get(name, ())]
+    return bool(found) and all(tensor is not None and tensor.dtype == "BF16" for tensor in found)
+
+  return frozenset(name for name in ("embed", "head") if stays(name))
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:

@@ -99,7 +99,8 @@ def matmul(
 
   Args:
     x: float32 or bfloat16.
-    packed: result of `pack_weight`, of x's dtype or int8.
+    packed: result of `pack_weight`, of x's dtype, bfloat16 or int8. Beside float32 rows, bfloat16 is widened exactly:
+      the result has the bits of the same weight in float32.
     outputs: N.
     dtype: of the result: x's dtype or float32.
     scales: f32[N], the factors of the sums for an int8 matrix.

@@ -231,7 +231,7 @@ ffi::Error invalid(const std::string& text) {
 
 // x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
 // [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the other rows. All are float32 or bfloat16, but w
-// may be int8 with scales, or with `bits` the uint8 [ceil(N / 32), bytes] of groups.h. ordered: sums in the fixed order.
+// may be bfloat16 beside float32, int8 with scales, or with `bits` the uint8 [ceil(N / 32), bytes] of groups.h. ordered: sums in the fixed order.
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
                   ffi::AnyBuffer norm, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
                   ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered, int32_t bits,
@@ -278,11 +278,13 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
     };
     return halves ? with(uint16_t{}) : with(float{});
   }
-  const bool quantized = w_type == ffi::S8;
-  if (w.dimensions()[1] != D || (!quantized && w_type != x_type) ||
+  const bool quantized = w_type == ffi::S8, widened = w_type == ffi::BF16 && !narrow;
+  if (w.dimensions()[1] != D || (!quantized && !widened && w_type != x_type) ||
       scales.dimensions()[0] != (quantized ? N : 0))
-    return invalid("w is neither like x nor int8 with scales");
-  if (quantized && !narrow) {
+    return invalid("w is neither like x, nor bfloat16, nor int8 with scales");
+  if (widened) {
+    multiply_plain<float, Bf16, float>(call);
+  } else if (quantized && !narrow) {
     multiply_plain<float, int8_t, float>(call);
   } else if (quantized && y_type == ffi::F32) {
     multiply_plain<Bf16, int8_t, float>(call);

@@ -21,6 +21,7 @@ from engine.device.weights import _assemble, open_checkpoint, parameter_name
 from engine.errors import CheckpointError, ConfigError
 from models.families.tensor_map import Piece
 from models.weight_form import INT8, PLAIN, WeightForm
+from tests.device.tiny_model import dense_logits
 from tools.convert_checkpoint import convert, lossless_dtype
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
@@ -582,6 +583,23 @@ def test_packed_weights_are_the_plain_ones_and_leave_the_file(stored, tmp_path):
     np.testing.assert_array_equal(columns[:, : matrix.shape[1]], matrix)
   for name in plain.keys() - set(matrices):
     np.testing.assert_array_equal(found[name], plain[name])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_bfloat16_embedding_and_head_stay_so_and_give_the_same_bits(tied, tmp_path):
+  write_model(tmp_path / "narrow", RAW | {"tie_word_embeddings": tied}, seed=3, dtype="bfloat16")
+  shutil.copytree(tmp_path / "narrow", tmp_path / "wide")
+  values = load_file(tmp_path / "narrow" / "model.safetensors")
+  save_file({name: value.astype(np.float32) for name, value in values.items()}, tmp_path / "wide" / "model.safetensors")
+  mesh, logits, held = make_mesh(jax.devices()[:1]), {}, {}
+  for name in ("narrow", "wide"):
+    model = open_checkpoint(str(tmp_path / name), mesh, "float32", WeightForm(packed=True)).load()
+    logits[name] = np.asarray(dense_logits((model.graphdef, model.params), list(range(3, 40))))
+    held[name] = arrays(model)
+  np.testing.assert_array_equal(logits["narrow"], logits["wide"])
+  kept = {name for name, value in held["narrow"].items() if value.dtype == ml_dtypes.bfloat16}
+  assert kept == ({"embed"} if tied else {"embed", "head"})
+  assert {value.dtype for value in held["wide"].values()} == {np.dtype(np.float32)}
 
 
 def test_random_weights_need_no_file_but_the_config_and_are_always_the_same(tmp_path):

@@ -102,6 +102,16 @@ def test_a_row_has_the_same_bits_in_any_batch(int8: bool) -> None:
     np.testing.assert_array_equal(np.asarray(multiply(x[rows], w, int8, ordered=True)[0]), whole[rows])
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_bfloat16_matrix_is_widened_exactly(ordered: bool) -> None:
+  for rows in (1, 2, 7, 30, 70):
+    x, w = numbers(rows, 96, 2050, "float32")
+    narrow = w.astype(jnp.bfloat16)
+    found, expected = (multiply(x, each, ordered=ordered)[0] for each in (narrow, narrow.astype(jnp.float32)))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_in_any_order_it_is_no_further_from_the_product(int8: bool) -> None:
   """Three parts of each number instead of the number: as exact as a sum of f32, and no row is another's business."""
