@@ -15,8 +15,8 @@ class MatrixForm:
   """The representation of one matrix. Equal layers have equal forms.
 
   Attributes:
-    kind: "plain": the model's dtype; "bfloat16": a file's bfloat16 in a model of float32, widened in the product, which
-      gives the same bits; "int8": integers with a scale an output (models/quantize.py); "w8a8": the same,
+    kind: "plain": the model's dtype. "bfloat16": a file's bfloat16 in a model of float32, widened in the product, which
+      gives the same bits. "int8": integers with a scale an output (models/quantize.py); "w8a8": the same,
       with x rounded to int8 by row; "fp8": the same of e4m3, x too; "grouped": codes with scales
       (models/grouped_weight.py). The other attributes are of this kind alone.
     bits: of a code, 4 or 8.

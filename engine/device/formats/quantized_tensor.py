@@ -178,10 +178,14 @@ def zero_offsets(scales: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
   """uint8[..., K] -> uint8[..., 2K]; the low half of a byte comes first."""
-  pairs = packed.astype("<u2")
-  pairs |= pairs << 4
-  pairs &= 0x0F0F
-  return pairs.view(np.uint8)
+  flat, chunk = packed.reshape(-1), 1 << 17
+  pairs = np.empty(flat.size, "<u2")
+  for start in range(0, flat.size, chunk):  # no temporary of the whole size, whose pages the system would clear
+    part, to = flat[start : start + chunk], pairs[start : start + chunk]
+    np.left_shift(part, 4, out=to, dtype=to.dtype)
+    to |= part
+    to &= 0x0F0F
+  return pairs.view(np.uint8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def bytes_of(tensor: StoredTensor) -> np.ndarray:
