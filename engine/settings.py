@@ -312,16 +312,17 @@ class DeviceSettings:
   quantization: str = setting(
     "auto",
     "Weights of linear layers and head; auto: as in the checkpoint; none: --dtype. From plain weights at load: int8: "
-    "8 bits with one scale an output; w8a8: the same, and products quantize activations; int4, on CPUs: 4 bits with "
-    "one scale a group of inputs, and the packed matmul quantizes activations; fp8, on GPUs from compute capability "
-    "8.9 and on TPU v7: w8a8 with e4m3 instead of integers.",
+    "8 bits with one scale an output; w8a8: the same, and products quantize activations; int4, on CPUs and TPUs: 4 "
+    "bits with one scale a group of inputs, and a CPU's packed matmul quantizes activations; fp8, on GPUs from compute "
+    "capability 8.9 and on TPU v7: w8a8 with e4m3 instead of integers.",
     group=_MODEL,
     choices=("auto", "none", "int8", "w8a8", "int4", "fp8"),
     common=True,
   )
   quantization_group_size: int = setting(
     0,
-    "With --quantization=int4: inputs with one scale, a multiple of 8 that divides the inputs of each layer; 0: 32.",
+    "With --quantization=int4: inputs with one scale, a multiple of 8 that divides the inputs of each layer; 0: 32 "
+    "on a CPU, 128 on a TPU.",
     group=_MODEL,
     unit="inputs",
     at_least=0,

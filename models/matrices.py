@@ -311,6 +311,50 @@ class GroupedMatrix(PlainMatrix):
     return (product.astype(jnp.float32) * scales).astype(product.dtype)
 
 
+class GroupSumMatrix(GroupedMatrix):
+  """The same codes as integers of 4 or 8 bits, [groups, inputs of one, *outputs]. Scales multiply each group's sum.
+
+  For a TPU, where XLA converts codes inside of the product and adds the groups' sums there, in f32: neither takes
+  memory (tools/check_device). XLA:GPU would write the sums of all groups.
+  """
+
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(spec, form)
+    count, inputs = self.scales.shape[0], math.prod(spec.inputs)
+    outputs, axes = _merge(spec.outputs, spec.axes[spec.num_inputs :])
+    share = "share" if spec.splits_inputs else None
+    self.shape = (count, inputs // count, *outputs)
+    by_group = (share, None) if count > 1 else (None, share)
+    self.dtype = jnp.dtype(jnp.int4 if self.form.bits == 4 else jnp.int8)
+    self.array = param(self.shape, (*by_group, *axes), self.dtype)
+
+  def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
+    held = group_weight(weight, self.spec, self.form, part)
+    codes = (held.codes.reshape(self.shape) - np.uint8(self._zero)).view(np.int8)
+    made = {"array": codes.astype(self.dtype), "scales": own_array(held.scales)}
+    return made if held.offsets is None else made | {"offsets": own_array(held.offsets)}
+
+  def _times(self, x, weight, dtype):
+    spec = self.spec
+    lead = x.shape[: x.ndim - spec.num_inputs]
+    rows = x.reshape(-1, *weight.shape[:2])  # [T, groups, inputs of one]
+    outputs = "cf" if weight.ndim == 4 else "n"
+    sums = jnp.einsum(f"tgd,gd{outputs}->gt{outputs}", rows, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    def by_group(values: nnx.Param) -> jax.Array:
+      return values[...].astype(jnp.float32).reshape(weight.shape[0], *weight.shape[2:])
+
+    y = jnp.sum(sums * jnp.broadcast_to(by_group(self.scales)[:, None], sums.shape), 0)
+    if self.offsets is not None:
+      totals = jnp.sum(rows.astype(jnp.float32), 2)
+      exact = jax.lax.Precision.HIGHEST
+      y += jnp.einsum(f"tg,g{outputs}->t{outputs}", totals, by_group(self.offsets), precision=exact)
+    return y.astype(dtype or x.dtype).reshape(*lead, *spec.outputs)
+
+  def _scaled(self, product):
+    return product
+
+
 def check_groups(spec: MatrixSpec, form: WeightForm) -> int:
   """Returns the groups of a matrix, or of one device's share. Raises UnsupportedForm unless its inputs make groups."""
   own, inputs = form.own, math.prod(spec.inputs)
@@ -521,11 +565,15 @@ _TIED: dict[tuple[bool, str], type[TableMatrix]] = {
 
 def declare_matrix(spec: MatrixSpec, form: WeightForm) -> Matrix:
   """Declares a matrix in the form of its name. Raises UnsupportedForm."""
+  if form.flat and form.own.kind == "grouped" and not form.packed:
+    return GroupSumMatrix(spec, form)
   return _MATRICES[form.packed, form.own.kind](spec, form)
 
 
 def declare_tied(spec: MatrixSpec, form: WeightForm) -> TableMatrix | None:
   """Declares an embedding and tied head as one matrix [D, V]; None if the form has none. Raises UnsupportedForm."""
+  if form.flat and form.own == form.matrix != PLAIN_MATRIX:
+    return None  # a TPU looks up lines of a plain table faster than columns of codes
   kind = _TIED.get((form.packed, form.own.kind))
   return None if kind is None else kind(spec, form)
 

@@ -55,8 +55,8 @@ class WeightForm:
     matrix: of each matrix that `forms` does not name.
     forms: by stored name, such as `layers.0.attention.qkv`.
     ordered: packed products give a row the same bits in any batch; the layout does not change.
-    flat: a plain matrix is stored as [inputs, outputs], because a TPU tiles the last two dimensions of an array. Of the
-      shape [D, K, G + 2, H] it copies the whole weight in every step.
+    flat: for a TPU. A plain matrix is stored as [inputs, outputs], because a TPU tiles the last two dimensions of an
+      array. Of the shape [D, K, G + 2, H] it copies the whole weight in every step. Codes are signed integers.
     keeps_fp8: a checkpoint's matrices of e4m3 with a scale an output stay so, because the device multiplies them.
     axis: the mesh axis whose devices share the weights; a layer is then one device's share, and runs inside of a
       shard_map over this axis. "": one device has the whole.

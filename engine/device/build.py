@@ -289,7 +289,7 @@ def build_side(
       f"quantization={options.quantization}: {options.model_dir:.200} holds {checkpoint.label} weights already; set "
       "--quantization=auto, or --model to plain weights"
     )
-  if checkpoint.has_codes and not form.packed:
+  if checkpoint.has_codes and not (form.packed or form.flat):
     slow = f"every step converts {checkpoint.label} weights, which saves memory but no time"
     matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slow}"
   quantization = checkpoint.label or ("none" if options.quantization == "auto" else options.quantization)

@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 
 _INT4_GROUP = 32  # inputs that share a scale, as in GGUF's Q4_0
+_TPU_INT4_GROUP = 128  # a TPU multiplies blocks of 128 inputs or more; smaller groups are as slow
 _FP8_CAPABILITY = 8.9  # least compute capability of GPUs that multiply e4m3
 
 
@@ -131,10 +132,11 @@ def matrix_form(quantization: str, platform: str, group: int = 0) -> MatrixForm:
   w8a8 on a CPU has codes like those of checkpoints, which the packed kernel multiplies.
   """
   by_code = MatrixForm("grouped", 8, scale_dtype="float32")
+  group = group or (_TPU_INT4_GROUP if platform == "tpu" else _INT4_GROUP)
   return {
     "int8": INT8,
     "w8a8": by_code if platform == "cpu" else MatrixForm("w8a8"),
-    "int4": MatrixForm("grouped", 4, group or _INT4_GROUP, scale_dtype="float16"),
+    "int4": MatrixForm("grouped", 4, group, scale_dtype="float16"),
     "fp8": MatrixForm("fp8"),
   }.get(quantization, PLAIN_MATRIX)
 
@@ -152,7 +154,7 @@ def multiplies_fp8(device: Any) -> bool:
 def _quantizations(device: Any) -> tuple[str, ...]:
   """Returns the values of --quantization that a device multiplies by without a wider copy of the weights."""
   always = ("auto", "none", "int8", "w8a8")
-  return (*always, *["int4"] * (device.platform == "cpu"), *["fp8"] * multiplies_fp8(device))
+  return (*always, *["int4"] * (device.platform in ("cpu", "tpu")), *["fp8"] * multiplies_fp8(device))
 
 
 def fit_to_attention(

@@ -120,8 +120,8 @@ def test_a_server_for_a_device_that_is_not_there(tmp_path):
   ("device", "refused"),
   [
     (CPU, {"fp8"}),
-    (TPU, {"int4", "fp8"}),
-    (SimpleNamespace(platform="tpu", device_kind="TPU7x"), {"int4"}),
+    (TPU, {"fp8"}),
+    (SimpleNamespace(platform="tpu", device_kind="TPU7x"), set()),
     (gpu("8.0"), {"int4", "fp8"}),
     (gpu("8.9", "NVIDIA L4"), {"int4"}),
     (gpu("9.0", "NVIDIA H200"), {"int4"}),

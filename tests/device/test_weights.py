@@ -563,6 +563,34 @@ def test_int8_is_a_quarter_of_f32_and_the_same_from_either_kind_of_folder(tied, 
   assert {packed[name].dtype for name in matrices} == {np.dtype(np.int8)}
 
 
+def test_a_tpus_codes_are_split_over_two_devices_by_whole_groups(tmp_path):
+  """In a process of its own. Codes and scales are those of one device."""
+  write_model(tmp_path, RAW | {"intermediate_size": 256}, seed=3)
+  script = """
+import hashlib, sys
+import jax, numpy as np
+from engine.device.mesh import make_mesh
+from engine.device.weights import open_checkpoint, parameter_name
+from models.weight_form import MatrixForm, WeightForm
+form = WeightForm(flat=True, matrix=MatrixForm("grouped", 4, 16, scale_dtype="float16"))
+for count in (1, 2):
+  params = open_checkpoint(sys.argv[1], make_mesh(jax.devices()[:count]), "float32", form).load().params
+  found = {parameter_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+  down, qkv = found["layers.0.mlp.down"], found["layers.0.attention.qkv"]
+  digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in found.values())).hexdigest()
+  print(down.dtype, down.shape[:2], [leaf.sharding.shard_shape(leaf.shape)[axis] / leaf.shape[axis]
+        for leaf, axis in ((down, 0), (qkv, 2))], digest)
+"""
+  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+  ran = subprocess.run(
+    [sys.executable, "-c", script, str(tmp_path)], env=env, text=True, capture_output=True, check=False, timeout=300
+  )
+  assert ran.returncode == 0, ran.stderr
+  one, two = ran.stdout.splitlines()
+  assert one.startswith("int4 (16, 16) [1.0, 1.0] ")
+  assert two == one.replace("[1.0, 1.0]", "[0.5, 0.5]")
+
+
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_packed_weights_are_the_plain_ones_and_leave_the_file(stored, tmp_path):
   """Each column of a block is a column of the plain matrix; what happens to the file later changes nothing."""

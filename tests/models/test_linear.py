@@ -33,6 +33,7 @@ FORMS = {
   "packed int8": WeightForm(packed=True, matrix=INT8),
   "by output": WeightForm(matrix=MatrixForm("grouped", 8, scale_dtype="float32")),
   "by group": WeightForm(matrix=MatrixForm("grouped", 4, 6, scale_dtype="float16")),
+  "flat by output": WeightForm(matrix=MatrixForm("grouped", 8, scale_dtype="float32"), flat=True),
   "flat by group": WeightForm(matrix=MatrixForm("grouped", 4, 6, scale_dtype="float16"), flat=True),
   "rows of int8": WeightForm(matrix=MatrixForm("w8a8")),
   "flat rows of int8": WeightForm(matrix=MatrixForm("w8a8"), flat=True),
@@ -166,7 +167,7 @@ def test_the_vocabulary(form, tied):
   model = nnx.merge(graphdef, jax.tree.map_with_path(lambda path, _: jnp.asarray(made[parameter_name(path)]), state))
   ids, x = np.array([[3, 39], [0, 33]], np.int32), numbers(5, _D) * _D**-0.5
   assert isinstance(model.embed, Embedding) and isinstance(model.head, Linear)
-  lines = held(form, table.T).T if tied else table
+  lines = held(form, table.T).T if tied and not FORMS[form].flat else table  # flat: a table of its own
   np.testing.assert_array_equal(model.embed(jnp.asarray(ids)), lines[ids] * np.float32(3.0))
   expected = 0.5 * x @ held(form, table.T if tied else weight)
   np.testing.assert_allclose(model.head(jnp.asarray(x)), expected, atol=TOLERANCE[form], rtol=0)
@@ -191,23 +192,37 @@ def test_what_the_host_holds_comes_out_in_memory_of_its_own():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("num_inputs", [1, 2])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_checkpoints_codes_are_multiplied_as_they_are(bits, groups, num_inputs, packed):
+@pytest.mark.parametrize("layout", [{}, {"flat": True}, {"packed": True}], ids=["xla", "flat", "packed"])
+def test_a_checkpoints_codes_are_multiplied_as_they_are(bits, groups, num_inputs, layout):
   """With offsets, whose scales are f16, and in the layer that the name has, beside a plain one."""
   shape = (_D, 5) if num_inputs == 1 else (4, 6, 5)
   rng = np.random.default_rng(groups)
   codes = rng.integers(0, 1 << bits, shape, np.uint8)
   scales, offsets = (rng.standard_normal((groups, 5)).astype(np.float16) for _ in range(2))
   weight = GroupedWeight(codes, scales, bits, num_inputs, offsets)
-  form = WeightForm(packed=packed, forms=(("layers.1.it", MatrixForm.of_weight(weight)),))
+  form = WeightForm(**layout, forms=(("layers.1.it", MatrixForm.of_weight(weight)),))
   for name, given in (("layers.0", weight.dequantize()), ("layers.1", weight)):
     made = Linear.declare(
       shape, (None,) * len(shape), jnp.dtype(jnp.float32), form.at(name).at("it"), num_inputs=num_inputs
     )
     x = numbers(3, *shape[:num_inputs])
     expected = np.tensordot(x, weight.dequantize(), num_inputs)
-    atol = (1e-2 if packed and name == "layers.1" else 1e-5) * np.abs(expected).max()
+    atol = (1e-2 if form.packed and name == "layers.1" else 1e-5) * np.abs(expected).max()
     np.testing.assert_allclose(filled(made, given)(jnp.asarray(x)), expected, atol=atol)
+
+
+def test_sums_of_groups_lose_nothing_in_bfloat16():
+  """Codes, products and sums are exact; only the result is rounded, so codes may lie in less than a byte."""
+  weight = quantize_by_group(numbers(64, 40), 1, 4, 16)
+  form = WeightForm(flat=True, forms=(("it", MatrixForm.of_weight(weight)),))
+  dtype = jnp.dtype(jnp.bfloat16)
+  layer = filled(Linear.declare((64, 40), (None, None), dtype, form.at("it")), weight)
+  assert layer.matrix.array[...].dtype == jnp.int4 and layer.matrix.array[...].shape == (4, 16, 40)
+  x = jnp.asarray(numbers(3, 64), dtype)
+  exact = np.asarray(x, np.float64) @ weight.dequantize()
+  found = layer(x, dtype=jnp.dtype(jnp.float32))
+  np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+  assert layer(x).dtype == dtype
 
 
 @pytest.mark.parametrize("packed", [False, True])

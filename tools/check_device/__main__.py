@@ -53,6 +53,10 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e", "tiny", "8,64", drafts=True),
+  TargetCase("v6e", "tiny", "8,64", drafts=True),
+  TargetCase("v5e", "tiny", "64", quantization="int4"),
+  TargetCase("v6e", "tiny", "64", quantization="w8a8"),
+  TargetCase("v7", "tiny", "64", quantization="fp8"),
   TargetCase("v5e-4", "tiny", "64"),
 )
 _WHOLE = (  # too large for one chip, so it has four
@@ -67,8 +71,12 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),
   TargetCase("v6e", "qwen3-0.6b", "8,64,512", drafts=True),
+  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int8"),
   TargetCase("v6e", "llama3-8b", "8,64,512", quantization="w8a8"),
+  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int4"),
+  TargetCase("v7", "llama3-8b", "8,64,512", quantization="fp8"),
   TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="w8a8"),
+  TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="int4"),
   TargetCase("v5e-4", "llama3-8b", _BUDGETS),
   TargetCase("h200-8", "llama3-70b", "8,64,512"),
   TargetCase("v5e-16", "llama3-70b", "8,64,256"),  # at 512, activations have the size of a weight's share
@@ -79,13 +87,17 @@ class CompileError(Exception):
   """The compiling process failed; the message ends with the last lines of its standard error."""
 
 
-def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> list[dict]:
-  """Returns facts of every rung, smallest first, with ptxas's output (`kernels`). Raises CompileError."""
+def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64, layers: int = 0) -> list[dict]:
+  """Returns facts of every rung, smallest first, with ptxas's output (`kernels`). Raises CompileError.
+
+  Args: layers: of the model, 0: its own.
+  """
   target = TARGETS[case.target]
   with tempfile.TemporaryDirectory(prefix="sluice-device-") as folder:
     out = pathlib.Path(folder)
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
     command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
+    command += [f"--layers={layers}"]
     command += [f"--quantization={case.quantization}", f"--out={out}", *["--deterministic"] * case.deterministic]
     command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts
     done = subprocess.run(
@@ -108,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
   parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="rows of the largest steps")
+  parser.add_argument("--layers", type=positive_int, default=0, help="compile so many of the model's layers; all alike")
   parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
   parser.add_argument("--quantization", choices=_QUANTIZATIONS, default="none", help="only these steps")
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
@@ -131,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     attention = args.attention or TARGETS[case.target].attention
     print(f"{case}, attention {attention}: compiling {case.token_budgets}", flush=True)
     try:
-      found = compile_all(case, attention, args.max_num_seqs)
+      found = compile_all(case, attention, args.max_num_seqs, args.layers)
     except CompileError as error:
       print(f"{case}: {error}", file=sys.stderr)
       failures += 1

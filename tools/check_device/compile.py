@@ -98,12 +98,13 @@ def main() -> None:
   parser.add_argument("--adapters", action="store_true")
   parser.add_argument("--drafts", action="store_true", help="the programs of the model as its own draft model")
   parser.add_argument("--max_num_seqs", type=int, default=64)
+  parser.add_argument("--layers", type=int, default=0)
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args()
   target, case = targets.TARGETS[args.target], programs.case(args.model)
   devices = targets.devices(target)
   case = dataclasses.replace(case, max_num_seqs=args.max_num_seqs)
-  layers = case.model.num_layers
+  layers = args.layers or case.model.num_layers
   few = min(2, layers // 2)
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))

@@ -21,7 +21,7 @@ _IN_PLACE = frozenset(
 )
 _CONTAINERS = frozenset("kCommandBuffer kSequential kWhile kConditional".split())
 
-_DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1}
+_DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "s4": 0.5}
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -35,7 +35,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _COLLECTIVES = frozenset("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
-_EIGHT_BITS = ("s8", "u8", "f8e4m3fn")
+_NARROW = ("s8", "u8", "f8e4m3fn", "s4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def moved(
       if (replaces and any(size in kv_sizes for _, size, _ in arrays)) or (
         moves
         and any(
-          size in weight_sizes and "S(1)" not in layout and (dtype in ("bf16", *_EIGHT_BITS) or "convert" in opcodes)
+          size in weight_sizes and "S(1)" not in layout and (dtype in ("bf16", *_NARROW) or "convert" in opcodes)
           for dtype, size, layout in arrays
         )
       ):
@@ -161,7 +161,7 @@ def operand_types(hlo: str) -> list[str]:
 
 
 def widened(hlo: str, weight_sizes: Collection[int]) -> list[str]:
-  """Returns instructions that make an array of 16 or 32 bits as large as a weight from one of 8 bits.
+  """Returns instructions that make an array of 16 or 32 bits as large as a weight from one of 8 or 4 bits.
 
   A matmul may widen a weight inside of its own fusion. Args: weight_sizes: elements of weights on one device.
   """
@@ -171,7 +171,7 @@ def widened(hlo: str, weight_sizes: Collection[int]) -> list[str]:
   for name, body in module.items():
     for one in body if name not in fused else ():
       inner = module.get(one.calls, [])
-      takes = any(dtype in _EIGHT_BITS for part in inner if part.opcode == "parameter" for dtype, _, _ in part.arrays)
+      takes = any(dtype in _NARROW for part in inner if part.opcode == "parameter" for dtype, _, _ in part.arrays)
       multiplies = any(part.opcode in ("dot", "convolution") or part.calls for part in inner)
       makes = any(dtype in ("bf16", "f16", "f32") and size in weight_sizes for dtype, size, _ in one.arrays)
       if makes and takes and not multiplies:
@@ -256,7 +256,7 @@ def argument_bytes(hlo: str) -> list[int]:
     if tile:
       for axis, size in zip(minor_to_major, reversed([int(size) for size in tile[1].split(",")]), strict=False):
         extents[axis] = -(-extents[axis] // size) * size
-    found.append(math.prod(extents) * _DTYPE_BYTES[dtype])
+    found.append(int(math.prod(extents) * _DTYPE_BYTES[dtype]))
   return found
 
 

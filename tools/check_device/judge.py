@@ -10,7 +10,8 @@ MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do no
 MAX_LAUNCHES_ROUNDED = 17  # w8a8 and fp8: each product follows a kernel or two that round its rows
 MAX_LAUNCHES_ADAPTERS = 39  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
 SUMS_A_LAYER = 2  # over the devices that share it: after attention, and after the MLP
-_OPERANDS = {"w8a8": "s8 x s8", "fp8": "f8e4m3fn x f8e4m3fn"}  # of every product, by quantization
+# Of every product, by quantization.
+_OPERANDS = {"w8a8": "s8 x s8", "fp8": "f8e4m3fn x f8e4m3fn", "int4": "bf16 x s4"}
 _SHOWN = 5  # copies to print; there may be some a layer
 
 

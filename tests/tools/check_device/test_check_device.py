@@ -91,8 +91,9 @@ def test_what_reads_or_writes_in_place_is_not(line):
     ("  ROOT %c = bf16[256,512]{1,0} multiply(%x, %x)", []),
   ],
 )
-def test_a_weight_of_8_bits_that_is_widened_outside_of_a_matmul_is_found(inside, lines):
-  head = "" if "%x" in inside else "  %p = s8[256,512]{1,0} parameter(0)\n"
+@pytest.mark.parametrize("dtype", ["s8", "s4"])
+def test_a_narrow_weight_that_is_widened_outside_of_a_matmul_is_found(inside, lines, dtype):
+  head = "" if "%x" in inside else f"  %p = {dtype}[256,512]{{1,0}} parameter(0)\n"
   text = hlo("%a = bf16[256,512]{1,0} fusion(%w), kind=kLoop, calls=%fused_computation", fused=head + inside)
   assert [line.split(" = ")[0] for line in facts.widened(text, {WEIGHT})] == lines
 
@@ -352,6 +353,9 @@ def test_a_good_rung_has_no_violations():
   assert judge.launches_a_layer(rung()) == 11
   assert judge.violations(rung(quantization="int8", shallow_launches=13), []) == []  # a launch more a layer
   assert judge.violations(rung(quantization="fp8", operands=["f8e4m3fn x f8e4m3fn"]), []) == []
+  assert judge.violations(rung(quantization="int4", operands=["bf16 x bf16"]), []) == [
+    "products are bf16 x bf16, and not all bf16 x s4"
+  ]
   assert judge.violations(rung(adapters=True, shallow_launches=13), []) == []
   one_way = {"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps"] * 3}
   assert judge.violations(rung(**one_way, shallow_launches=13), []) == []
