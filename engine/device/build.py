@@ -52,6 +52,7 @@ from models.registry import architecture_of
 from models.split import ModelSplit
 from models.weight_form import WeightForm
 from pallas_kernels import native
+from pallas_kernels.paged_attention import api as paged_attention
 
 # The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
 # CUDA, its libraries and its graphs need the last 0.05.
@@ -270,7 +271,7 @@ def build_side(
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
-  kv_dtype = dtype if options.kv_dtype == "auto" else jnp.dtype(options.kv_dtype)
+  kv_dtype = dtype if options.kv_dtype == "auto" else paged_attention.EIGHT_BIT_KV[options.kv_dtype]
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
   matrix, slowness = choose_matrix_form(options, matmul, device)
@@ -445,7 +446,7 @@ def build_side(
     KVFact(
       num_blocks=pool.num_blocks,
       block_size=block_size,
-      dtype=kv_dtype.name,
+      dtype=paged_attention.name_kv_dtype(kv_dtype),
       num_bytes=(pool.num_blocks + 1) * sizer.block_bytes,
       max_model_len=max_model_len,
       num_host_blocks=num_host_blocks,

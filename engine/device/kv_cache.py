@@ -2,7 +2,7 @@
 
 Each layer has a separate buffer, which XLA updates in place; it would copy a stacked buffer for every layer's slice.
 A layer's attention determines its shape, and all layers share one block table. A buffer of int8 holds the scales of its
-numbers, too, so whatever copies blocks copies both (pallas_kernels/paged_attention/int8_kv.py).
+numbers, too, so whatever copies blocks copies both (pallas_kernels/paged_attention/int8_kv.py); one of uint8 has fp8.
 Physical block 0 takes the writes of padding tokens, so a pool of n blocks has n + 1 on the device.
 """
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from engine.device.block_transfer import PIECE_BLOCKS
 from engine.device.runner import ModelRunner
+from pallas_kernels.paged_attention.api import name_kv_dtype
 
 _SAMPLES = 64  # values a dimension of a weight that the digest reads
 
@@ -21,7 +22,9 @@ def describe_identity(runner: ModelRunner) -> str:
   layers = " ".join(f"{leaf.shape[1:]}{leaf.dtype.name}" for leaf in spec.kv)
   parts = {
     "weights": _digest_weights(runner.params),
-    "kv_dtype": spec.kv[0].dtype.name,  # before the layout, which depends on it: the first difference is named
+    "kv_dtype": name_kv_dtype(
+      spec.kv[0].dtype
+    ),  # before the layout, which depends on it: the first difference is named
     "kv_layout": hashlib.sha256(layers.encode()).hexdigest()[:16],
     "block_size": spec.block_size,
     "piece_blocks": PIECE_BLOCKS,

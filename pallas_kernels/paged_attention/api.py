@@ -4,7 +4,7 @@ An implementation is a module of this folder with the functions `kv_shape` and `
 layout of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. It may also define
 
   check_supported(geometry, dtype)            raises NotImplementedError for unsupported shapes and dtypes
-  check_int8_kv(geometry)                     the same for buffers of int8, if it is in INT8_KV
+  check_kv_dtype(geometry, kv_dtype)          the same for the buffer's dtypes of EIGHT_BIT_KV
   make_plan(geometry, device_kind) -> Plan    work lists that the host sends with every step (plan.py)
 
 This module chooses an implementation by name, before anything compiles.
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.fp8_kv import BYTES
 from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
@@ -29,7 +30,9 @@ IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
 # of different shapes.
 WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
 ACROSS_SHAPES = ("cpu",)
-INT8_KV = ("reference", "cpu")  # with buffers of int8, besides those of the layer's dtype
+# The dtypes of buffers besides the layer's own, by the names that users know; and those that each implementation has.
+EIGHT_BIT_KV = {"int8": jnp.dtype(jnp.int8), "fp8": BYTES}
+_EIGHT_BIT_KV_OF = {"reference": ("int8", "fp8"), "cpu": ("int8",), "gpu": ("fp8",), "tpu": ("fp8",)}
 # Best first. The CPU's second implementation supports everything that its first does, so "auto" may fall back to it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma
@@ -167,7 +170,8 @@ class PagedAttention:
     Args:
       qkv: [T, K, G + 2, H]; the G query heads of a KV head, its key, its value, before rotary embedding.
       cos, sin: f32[T, H / 2].
-      kv: a buffer of shape `kv_shape`, of qkv's dtype or int8; updated in place if the caller's jit donates it.
+      kv: a buffer of shape `kv_shape`, of qkv's dtype or one of EIGHT_BIT_KV; updated in place if the caller's jit
+        donates it.
       meta: result of `self.meta`.
       slot_mapping: int32[T], block id * block_size + offset in the block; padding tokens map into block 0, which
         no kernel reads.
@@ -178,6 +182,12 @@ class PagedAttention:
     return implementation(self.implementation).attend(self, qkv, cos, sin, kv, meta, slot_mapping)
 
 
+def name_kv_dtype(kv_dtype: Any) -> str:
+  """Returns what users call the dtype of a buffer: a name of EIGHT_BIT_KV, or the dtype's own."""
+  dtype = jnp.dtype(kv_dtype)
+  return next((name for name, each in EIGHT_BIT_KV.items() if each == dtype), dtype.name)
+
+
 def check_supported(name: str, geometry: Geometry, dtype: Any, kv_dtype: Any = None) -> None:
   """Raises NotImplementedError, with the value and the supported ones, for shapes that an implementation cannot run.
 
@@ -185,15 +195,17 @@ def check_supported(name: str, geometry: Geometry, dtype: Any, kv_dtype: Any = N
     name: a name of IMPLEMENTATIONS.
     geometry: of the rung.
     dtype: of q, k and v.
-    kv_dtype: of the buffer: `dtype`, which is also meant by None, or int8.
+    kv_dtype: of the buffer: `dtype`, which is also meant by None, or one of EIGHT_BIT_KV.
   """
-  module, int8 = implementation(name), kv_dtype is not None and jnp.dtype(kv_dtype) == jnp.int8
-  if int8 and name not in INT8_KV:
+  module, dtype, kv_dtype = implementation(name), jnp.dtype(dtype), jnp.dtype(dtype if kv_dtype is None else kv_dtype)
+  flag, own = name_kv_dtype(kv_dtype), _EIGHT_BIT_KV_OF.get(name, ())
+  if flag in EIGHT_BIT_KV and flag not in own:
     raise NotImplementedError(
-      f"kv_dtype=int8: paged attention ({name}) has no int8 KV; leave out --kv_dtype, or serve on a CPU"
+      f"kv_dtype={flag}: paged attention ({name}) has no {flag} KV; set --kv_dtype to {' or '.join(('auto', *own))}, "
+      "or --attention=reference, which stores any and is slow"
     )
   # The reference supports everything.
-  for check, *more in (("check_supported", jnp.dtype(dtype)), *([("check_int8_kv",)] if int8 else [])):
+  for check, *more in (("check_supported", dtype), *([("check_kv_dtype", kv_dtype)] if flag in EIGHT_BIT_KV else [])):
     if hasattr(module, check):
       getattr(module, check)(geometry, *more)
 

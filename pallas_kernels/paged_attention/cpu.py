@@ -37,8 +37,9 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
   native.load_library("paged_attention")
 
 
-def check_int8_kv(geometry: Geometry) -> None:
+def check_kv_dtype(geometry: Geometry, kv_dtype: jnp.dtype) -> None:
   """See api.check_supported."""
+  assert kv_dtype == jnp.int8
   for name, value in (("head_dim", geometry.head_dim), ("block_size", geometry.block_size)):
     if value % _INT8_MULTIPLE:
       raise NotImplementedError(

@@ -63,7 +63,7 @@ def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_
 
   Args:
     qkv: bf16[T, K, G + 2, H].
-    kv: bf16[P, K, 2, page, H].
+    kv: bf16[P, K, 2, page, H], or uint8 for fp8.
     interpret: plgpu.InterpretGPUParams, for a machine without a GPU.
   """
   plan, geometry = attention.plan, attention.geometry

@@ -5,6 +5,9 @@ A producer warpgroup copies its pages by TMA into a ring of stages. A compute wa
 queries under an online softmax (FlashAttention, arXiv:2205.14135); the G heads of a group are rows of one 64-row tile
 (GQA, arXiv:2305.13245). The list of (row, split) pairs arrives as data, see plan.py.
 
+Pages of fp8 travel as they are. The compute warpgroup widens each tile to bf16 in shared memory before it multiplies,
+because Hopper's fp8 products would need values transposed and queries and weights rounded to 4 bits.
+
 The parts of a split row leave partial results, which a second kernel sums in order: no result depends on timing.
 """
 
@@ -19,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import Tuning
 
@@ -39,6 +43,10 @@ _WGMMA = plgpu.Layout.WGMMA
 _PER_ROW = _WGMMA.reduce(1)
 # Layout of 8 rows of a partial result: 2 rows a warp, 16 lanes a row, 16 bytes a lane.
 _CHUNK = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+# Layout in which fp8 becomes bf16: 4 rows of 64 columns a warp, 8 bytes of fp8 and so 16 bytes of bf16 a lane.
+_WIDENED = plgpu.Layout.TILED(
+  plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 def _i32(x) -> jax.Array:
@@ -102,6 +110,7 @@ class _Call:
     scale, soft_cap: see api.
     tuning: see tuning.py.
     interpreted: the interpreter runs the kernel; it supports no registers as left operand of wgmma.
+    is_fp8: the buffer has bytes of fp8.
   """
 
   plan: Plan
@@ -109,6 +118,7 @@ class _Call:
   soft_cap: float | None
   tuning: Tuning
   interpreted: bool
+  is_fp8: bool
 
   @property
   def copies(self) -> int:
@@ -148,7 +158,7 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
   group, size, page = geometry.group, geometry.head_dim, geometry.block_size
   if plan.max_splits > 1:
     parts, part_sums, *refs = refs
-  q_views, k_ring, v_ring, staging, weight_buffers, q_ready, k_ready, v_ready, k_free, v_free = refs
+  q_views, k_ring, v_ring, wide_tiles, staging, weight_buffers, q_ready, k_ready, v_ready, k_free, v_free = refs
 
   warpgroup, pairs = lax.axis_index("warpgroup"), call.tuning.decode_ctas_per_sm
   pair = lax.rem(warpgroup, _i32(pairs))
@@ -172,6 +182,22 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
   def _compute():
     # Two pairs with 216 and 40 registers a thread use all registers of an SM.
     plgpu.set_max_registers(216 if pairs > 1 else 240, action="increase")
+
+    def operand(ring, which, stage, free):
+      """Returns a tile of keys (`which` 0) or values (1) in bf16; frees the stage if that is a copy.
+
+      Keys and values have a tile each, and both are written before a barrier of the warpgroup: no warp overwrites one
+      that another warp is still multiplying.
+      """
+      if not call.is_fp8:
+        return ring.at[stage]
+      tile = wide_tiles[which].at[pair]
+      for _, columns in slabs:
+        loaded = plgpu.load(ring.at[stage, :, columns], layout=_WIDENED, optimized=False)
+        tile[:, columns] = from_fp8(loaded).astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.barrier_arrive(free.at[stage])
+      return tile
 
     def load_queries(n):
       """Copies only the row's own rows of the tile; the kernel discards the results of the others."""
@@ -201,14 +227,16 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
         acc, peak, total = carry
         stage, base = stage_of(tiles_before + i), item.low + i * _KEYS
         plgpu.barrier_wait(k_ready.at[stage])
+        keys_tile = operand(k_ring, 0, stage, k_free)
 
         def multiply_keys(ref):
           for slab, columns in slabs:
-            plgpu.wgmma(ref, q_tiles.at[slab], k_ring.at[stage, :, columns].transpose((1, 0)))
+            plgpu.wgmma(ref, q_tiles.at[slab], keys_tile.at[:, columns].transpose((1, 0)))
           return ref[...]
 
         scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((_ROWS, _KEYS), jnp.float32))
-        plgpu.barrier_arrive(k_free.at[stage])
+        if not call.is_fp8:
+          plgpu.barrier_arrive(k_free.at[stage])
 
         # The last product with these queries is complete, so the next item's queries load while this item finishes. A
         # copy begins with a barrier of the warpgroup, so no warp is still multiplying.
@@ -244,19 +272,21 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
         acc = acc * _over_rows(decay, size, _WGMMA)
         weights = weights.astype(jnp.bfloat16)
         plgpu.barrier_wait(v_ready.at[stage])
+        values_tile = operand(v_ring, 1, stage, v_free)
 
         @pl.when(base + _KEYS > item.high)
         def _():
           # Values past the end may be NaN, and 0 * NaN is NaN. One piece at a time, because registers are scarce here.
           keys = plgpu.broadcasted_iota(jnp.int32, (_KEYS, _COLUMNS), 0, layout=_WGMMA)
           for _, columns in slabs:
-            values = v_ring.at[stage, :, columns]
+            values = values_tile.at[:, columns]
             loaded = plgpu.load(values, layout=_WGMMA)
             values[...] = jnp.where(keys < item.high - base, loaded, jnp.zeros_like(loaded))
           plgpu.commit_smem()
 
-        acc = _add_values(call, acc, weights, v_ring.at[stage], weight_buffers, pair)
-        plgpu.barrier_arrive(v_free.at[stage])
+        acc = _add_values(call, acc, weights, values_tile, weight_buffers, pair)
+        if not call.is_fp8:
+          plgpu.barrier_arrive(v_free.at[stage])
         return acc, new_peak, total
 
       nothing = (
@@ -429,7 +459,7 @@ def decode(
 
   Args:
     q: bf16[K, T*G, H]; row t*G + g of KV head k is query head k*G + g of token t.
-    kv: bf16[P, K, 2, page, H]: keys, values.
+    kv: bf16[P, K, 2, page, H]: keys, values; or uint8 for fp8 (fp8_kv.py).
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
     pieces: result of `plan.split`.
     out: bf16[T, N, H]; written in place if the caller's jit has no other use for it.
@@ -441,7 +471,7 @@ def decode(
     `out` with the tokens of those rows written and all others unchanged.
   """
   geometry = plan.geometry
-  call = _Call(plan, scale, soft_cap, tuning, interpret is not None)
+  call = _Call(plan, scale, soft_cap, tuning, interpret is not None, kv.dtype == BYTES)
   split, heads, size = plan.max_splits > 1, geometry.num_kv_heads, geometry.head_dim
   pairs, stages = tuning.decode_ctas_per_sm, tuning.decode_ctas_per_sm * tuning.decode_stages
   smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
@@ -471,8 +501,9 @@ def decode(
     thread_name="warpgroup",
     scratch_types=[
       q_views,
-      smem((stages, _KEYS, size), transforms=_TILED),
-      smem((stages, _KEYS, size), transforms=_TILED),
+      *[plgpu.SMEM((stages, _KEYS, size), BYTES) if call.is_fp8 else smem((stages, _KEYS, size), transforms=_TILED)]
+      * 2,
+      [smem((pairs, _KEYS, size), transforms=_TILED)] * 2 if call.is_fp8 else [],
       staging,
       [smem((pairs, _ROWS, _KEYS), transforms=_TILED)] if call.interpreted else [],
       plgpu.Barrier(num_barriers=pairs, num_arrivals=size // _COLUMNS),

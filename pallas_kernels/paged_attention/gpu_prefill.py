@@ -3,7 +3,8 @@
 A thread block takes one item of the plan and one KV head: 128 packed rows, that is (query, head of the group) pairs.
 One warpgroup copies pages into a ring of tiles; two others compute 64 packed rows each as in FlashAttention-3
 (arXiv:2407.08608). The product for a tile's scores runs along with the product for the previous tile's values, the
-softmax overlaps the latter, and the two warpgroups take turns at the tensor core.
+softmax overlaps the latter, and the two warpgroups take turns at the tensor core. Pages of fp8 go into a ring of their
+own, from which the copying warpgroup widens them into the tiles.
 
 A row's result depends only on its own queries, pages and length: tiles of keys lie at fixed positions, and a row's
 items start at its first query. So its bits are the same in every batch.
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8
 from pallas_kernels.paged_attention.plan import ROWS_PER_TILE, Plan
 from pallas_kernels.paged_attention.tuning import Tuning
 
@@ -27,6 +29,11 @@ _LANES = 64  # bf16 values in 128 bytes, the unit that TMA and wgmma swizzle
 # contribution, because exp2 of about -1e29 is 0. A power of two, so that its product with any factor is exact and its
 # difference from the row's maximum is 0 even in a fused multiply-add.
 _MASKED = -(2.0**100)
+_WIDENED_ROWS = 16  # rows that are widened from fp8 at once: the copying warpgroup has few registers
+# Layout of these rows: 4 rows of 64 columns a warp, 8 bytes of fp8 and so 16 bytes of bf16 a lane.
+_WIDENED = plgpu.Layout.TILED(
+  plgpu.Tiling(((_WIDENED_ROWS, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 def _tanh(x: jax.Array) -> jax.Array:
@@ -53,7 +60,7 @@ def prefill(
 
   Args:
     q: bf16[K, T * G, H], row t * G + g of head k is query head k * G + g of token t. Rows of padding may hold anything.
-    kv: bf16[P, K, 2, page, H], keys and values; slots past a row's length may hold NaN.
+    kv: bf16[P, K, 2, page, H], or uint8 for fp8 (fp8_kv.py): keys and values; slots past a row's length may hold NaN.
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
     pieces: result of `plan.split`.
     plan: of the rung.
@@ -75,8 +82,11 @@ def prefill(
   # The softmax takes 2 to the power of score * factor.
   factor = math.log2(math.e) * (scale if soft_cap is None else soft_cap)
   f32, dtype, per_row, per_score = jnp.float32, q.dtype, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
+  is_fp8 = kv.dtype == BYTES
 
-  def body(q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, tile_refs, k_s, v_s, p_s, *barriers):
+  def body(
+    q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, tile_refs, k_s, v_s, p_s, narrow, *barriers
+  ):
     # The tile of queries and finally of the output, [slab, packed row, 64]. `lines` and `tile` are two views of the
     # same bytes. TMA needs the first: it can copy an array in tiles of 8 rows only from multiples of 8 rows (Lane
     # lowering compiles others to wrong addresses, Warpgroup lowering rejects them).
@@ -89,16 +99,15 @@ def prefill(
       return lax.rem(number, stages)
 
     def bring(is_row, row, token, kv_len, lowest, first, end):
-      """Copies the queries and, in turns, tiles of keys and of values into the ring."""
+      """Brings the queries and, in turns, tiles of keys and of values into the ring."""
 
       @pl.when(is_row)
       def _():
         for slab, lanes in slabs:
           plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(token * group, ROWS_PER_TILE), lanes], lines.at[slab], q_full)
 
-      @pl.loop(first, end)
-      def _(i):
-        slot, reused = slot_of(i - first), i - first >= stages
+      def find_sources(i):
+        """Returns first row in the tile, block, and first row in the block of each copy of tile i."""
         # Reads blocks without a visible key from past the pool's end, for which TMA fills in zeros.
         sources = []
         for start in range(0, keys, chunk):
@@ -109,50 +118,97 @@ def prefill(
             exists &= (index + 1) * page > lowest
           block = tables_g[row, jnp.minimum(index, geometry.table_width - 1)]
           sources.append((start, jnp.where(exists, block, num_blocks), key - index * page))
+        return sources
 
-        def copy(which, ring, full):
-          for start, block, offset in sources:
-            page_g = kv_g.at[block, head, which]
-            if chunk < page:
-              page_g = kv_g.at[block, head, which, pl.ds(offset, chunk)]
-            plgpu.copy_gmem_to_smem(page_g, ring.at[slot, pl.ds(start, chunk)], full)
+      def copy(sources, slot, which, ring, full):
+        for start, block, offset in sources:
+          page_g = kv_g.at[block, head, which]
+          if chunk < page:
+            page_g = kv_g.at[block, head, which, pl.ds(offset, chunk)]
+          plgpu.copy_gmem_to_smem(page_g, ring.at[slot, pl.ds(start, chunk)], full)
+
+      def clear_tail(slot, held):
+        """Clears values past the end: their weight is 0, and 0 * NaN is NaN. The mask suffices for keys."""
+        for start in range(0, keys, _HALF):
+
+          @pl.when(held < start + _HALF)
+          def _(start=start):
+            exists = plgpu.broadcasted_iota(jnp.int32, (_HALF, _LANES), 0, layout=per_score) < held - start
+            for _, lanes in slabs:
+              values = v_s.at[slot, pl.ds(start, _HALF), lanes]
+              loaded = plgpu.load(values, layout=per_score)
+              values[...] = jnp.where(exists, loaded, jnp.zeros_like(loaded))
+
+        plgpu.commit_smem()
+
+      def fetch(i):
+        """Starts the copies of tile i of fp8."""
+        k_bytes, v_bytes, k_fetched, v_fetched = narrow
+        sources, slot = find_sources(i), slot_of(i - first)
+        copy(sources, slot, 0, k_bytes, k_fetched.at[slot])
+        copy(sources, slot, 1, v_bytes, v_fetched.at[slot])
+
+      def widen(slot, bytes_ring, fetched, ring):
+        plgpu.barrier_wait(fetched.at[slot])
+        for start in range(0, keys, _WIDENED_ROWS):
+          for _, lanes in slabs:
+            piece = slot, pl.ds(start, _WIDENED_ROWS), lanes
+            loaded = plgpu.load(bytes_ring.at[piece], layout=_WIDENED, optimized=False)
+            ring[piece] = from_fp8(loaded).astype(dtype)
+        plgpu.commit_smem()
+
+      if is_fp8:
+        pl.loop(first, jnp.minimum(first + stages, end))(fetch)
+
+      @pl.loop(first, end)
+      def _(i):
+        slot, reused = slot_of(i - first), i - first >= stages
+        held = kv_len - i * keys  # keys from the tile's first to the row's end
+        cut = (held < keys) & (lax.rem(held, page) != 0)  # the row ends inside a block of this tile
+        sources = [] if is_fp8 else find_sources(i)
 
         @pl.when(reused)
         def _():
           plgpu.barrier_wait(k_free.at[slot])
 
-        copy(0, k_s, k_full.at[slot])
+        if is_fp8:
+          widen(slot, narrow[0], narrow[2], k_s)
+          plgpu.barrier_arrive(k_full.at[slot])
+        else:
+          copy(sources, slot, 0, k_s, k_full.at[slot])
 
         @pl.when(reused)
         def _():
           plgpu.barrier_wait(v_free.at[slot])
 
-        held = kv_len - i * keys  # keys from the tile's first to the row's end
-        cut = (held < keys) & (lax.rem(held, page) != 0)  # the row ends inside a block of this tile
+        if is_fp8:
+          widen(slot, narrow[1], narrow[3], v_s)
 
-        @pl.when(jnp.logical_not(cut))
-        def _():
-          copy(1, v_s, v_full.at[slot])
+          @pl.when(cut)
+          def _():
+            clear_tail(slot, held)
 
-        @pl.when(cut)
-        def _():
-          # Clears values past the end: their weight is 0, and 0 * NaN is NaN; the mask suffices for keys. The values
-          # arrive at a separate barrier, and at the usual one once clean, so that no warpgroup reads the tile earlier.
-          copy(1, v_s, tail_full)
-          plgpu.barrier_wait(tail_full)
-          for start in range(0, keys, _HALF):
+          plgpu.barrier_arrive(v_full.at[slot])
 
-            @pl.when(held < start + _HALF)
-            def _(start=start):
-              exists = plgpu.broadcasted_iota(jnp.int32, (_HALF, _LANES), 0, layout=per_score) < held - start
-              for _, lanes in slabs:
-                values = v_s.at[slot, pl.ds(start, _HALF), lanes]
-                loaded = plgpu.load(values, layout=per_score)
-                values[...] = jnp.where(exists, loaded, jnp.zeros_like(loaded))
+          @pl.when(i + stages < end)
+          def _():
+            fetch(i + stages)
 
-          plgpu.commit_smem()
-          for _ in sources:
-            plgpu.barrier_arrive(v_full.at[slot])
+        else:
+
+          @pl.when(jnp.logical_not(cut))
+          def _():
+            copy(sources, slot, 1, v_s, v_full.at[slot])
+
+          @pl.when(cut)
+          def _():
+            # The values arrive at a separate barrier, and at the usual one once clean, so that no warpgroup reads the
+            # tile earlier.
+            copy(sources, slot, 1, v_s, tail_full)
+            plgpu.barrier_wait(tail_full)
+            clear_tail(slot, held)
+            for _ in sources:
+              plgpu.barrier_arrive(v_full.at[slot])
 
       @pl.loop(jnp.maximum(end - stages, first), end)
       def _(i):  # no warp may leave while others still arrive at a barrier
@@ -373,6 +429,10 @@ def prefill(
   tile_types = [plgpu.SMEM(tile_shape, dtype, transforms=tiled)]
   if interpret is None:
     tile_types = plgpu.RefUnion(plgpu.SMEM(tile_shape, dtype, transforms=(swizzle,)), *tile_types)
+  narrow_types = []
+  if is_fp8:
+    narrow_types += [plgpu.SMEM((stages, keys, head_dim), BYTES)] * 2
+    narrow_types += [plgpu.Barrier(num_arrivals=chunks, num_barriers=stages)] * 2
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((geometry.tokens, geometry.num_heads, head_dim), dtype),
@@ -385,9 +445,9 @@ def prefill(
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
       None if interpret is None else plgpu.SMEM((2, _HALF, keys), dtype, transforms=tiled),
+      narrow_types,
       plgpu.Barrier(num_arrivals=len(slabs)),
-      plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
-      plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
+      *[plgpu.Barrier(num_arrivals=1 if is_fp8 else chunks, num_barriers=stages)] * 2,
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       plgpu.Barrier(num_barriers=2),

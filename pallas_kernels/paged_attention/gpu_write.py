@@ -2,8 +2,9 @@
 
 It moves each byte once; separate programs would move it three times. TMA loads projections, threads rotate them in
 registers (arXiv:2104.09864), and TMA stores them: queries packed for the attention kernels, keys and values at their
-slots of the donated buffer. A layer calls it once for 8 to some thousand tokens, so the latency of one thread block
-counts: the kernel waits once for all copies in, and for copies out only until they have read their source.
+slots of the donated buffer, in fp8 if it has that. A layer calls it once for 8 to some thousand tokens, so the latency
+of one thread block counts: the kernel waits once for all copies in, and for copies out only until they have read their
+source.
 """
 
 import functools
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.fp8_kv import BYTES, to_fp8
 from pallas_kernels.paged_attention.tuning import Tuning
 
 _THREADS = 128  # of a thread block: one warpgroup
@@ -39,8 +41,8 @@ def _layout(tokens: int, half: int):
   return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new, cosines, sines, ready):
-  """Processes a tile of tokens of one KV head; `kv` is the buffer."""
+def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new, cosines, sines, narrow, ready):
+  """Processes a tile of tokens of one KV head; `kv` is the buffer, and `narrow` holds its bytes of fp8, if any."""
   tokens, group, head_dim = queries.shape
   half = head_dim // 2
   layout = _layout(tokens, half)
@@ -67,12 +69,19 @@ def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new,
       rotate(queries, row)
   else:
     pl.loop(0, group)(functools.partial(rotate, queries))
+  for stored in narrow:
+    for row in range(2):
+      for part in (pl.ds(0, half), pl.ds(half, half)):
+        stored[:, row, part] = to_fp8(plgpu.load(new.at[:, row, part], layout=layout, optimized=False))
   plgpu.commit_smem()
   for i, place in enumerate(places):
 
     @pl.when(start + i < num_tokens)
     def _(i=i, place=place):
-      plgpu.copy_smem_to_gmem(new.at[i], kv.at[lax.div(place, page), head, :, lax.rem(place, page)], commit_group=False)
+      source = narrow[0] if narrow else new
+      plgpu.copy_smem_to_gmem(
+        source.at[i], kv.at[lax.div(place, page), head, :, lax.rem(place, page)], commit_group=False
+      )
 
   plgpu.copy_smem_to_gmem(queries, q.at[head, here])
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -93,7 +102,7 @@ def rotate_and_write(
   Args:
     qkv: bf16[T, K, G + 2, H]; for each KV head its G query heads, its key and its value.
     cos, sin: f32[T, H / 2].
-    kv: bf16[P, K, 2, page, H]; updated in place if the caller's jit donates it.
+    kv: bf16[P, K, 2, page, H], or uint8 for fp8 (fp8_kv.py); updated in place if the caller's jit donates it.
     slot_mapping: int32[T], block * page + offset. Slots of padding tokens lie in block 0. If tokens share a slot, any
       one of them stays.
     tuning: see tuning.py.
@@ -116,6 +125,7 @@ def rotate_and_write(
       plgpu.SMEM((tokens, 2, head_dim), qkv.dtype),
       plgpu.SMEM((tokens, 1, head_dim // 2), jnp.float32),
       plgpu.SMEM((tokens, 1, head_dim // 2), jnp.float32),
+      [plgpu.SMEM((tokens, 2, head_dim), BYTES)] if kv.dtype == BYTES else [],
       plgpu.Barrier(num_arrivals=4),
     ],
     # Lane lowering swizzles no array here. Warpgroup lowering swizzles arrays of heads of 128 and slices single rows of

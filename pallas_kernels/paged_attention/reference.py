@@ -15,6 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
 from pallas_kernels.paged_attention.int8_kv import dequantize, quantize
 
 _CHUNK = 64  # keys a pass, rounded to whole pages
@@ -75,10 +76,10 @@ def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-  """Stores this step's keys and values, [T, K, H], cast to the buffer's dtype or quantized for one of int8."""
+  """Stores this step's keys and values, [T, K, H], cast to the buffer's dtype, as int8 with scales, or as fp8."""
   page, both = kv.shape[3], jnp.stack([k, v], axis=1)
-  lines = quantize(both) if kv.dtype == jnp.int8 else both.astype(kv.dtype)
-  return kv.at[slot_mapping // page, :, :, slot_mapping % page].set(lines)
+  encode = {jnp.dtype(jnp.int8): quantize, BYTES: to_fp8}.get(kv.dtype, lambda lines: lines.astype(kv.dtype))
+  return kv.at[slot_mapping // page, :, :, slot_mapping % page].set(encode(both))
 
 
 def _load(kv: jax.Array, tables: jax.Array, chunks: jax.Array, pages: int, which: jax.Array) -> jax.Array:
@@ -92,7 +93,8 @@ def _load(kv: jax.Array, tables: jax.Array, chunks: jax.Array, pages: int, which
   by_head = kv.reshape(num_blocks * 2 * heads, page * size)
   loaded = lax.optimization_barrier(by_head.at[lines.reshape(-1)].get(mode="clip"))
   loaded = loaded.reshape(tables.shape[0], heads, pages * page, size)
-  return dequantize(loaded) if kv.dtype == jnp.int8 else loaded.astype(jnp.float32)
+  decode = {jnp.dtype(jnp.int8): dequantize, BYTES: from_fp8}.get(kv.dtype, lambda lines: lines.astype(jnp.float32))
+  return decode(loaded)
 
 
 def _start(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:

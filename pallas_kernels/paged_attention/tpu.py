@@ -4,6 +4,7 @@ The buffer is [P, K, page, W]: a line of W lanes holds a position's key and then
 heads of 64 fill the 128 lanes of a register (separate, each would be padded to 128). If H is no multiple of 128, the
 kernel never separates the key and value of a line: queries have zeros in the value lanes, and weights times whole lines
 give the output in the value lanes. This costs nothing, because the matrix unit is 128 wide.
+Lines of fp8 travel as bytes and become bfloat16 in registers, since chips before v7 multiply no fp8.
 
 Attention is one kernel without a grid: it walks a list of query tiles that the device makes from `query_starts`. A tile
 is one query (decode) or a run of queries of one row. It walks the row's pages in chunks with an online softmax
@@ -20,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta, name_kv_dtype
+from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
 from pallas_kernels.paged_attention.plan import Geometry
 from pallas_kernels.paged_attention.reference import rotate
 
@@ -54,15 +56,12 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
 
   Args:
     geometry: of a step.
-    dtype: of queries and buffer.
+    dtype: of queries, and of a buffer without a dtype of its own.
   """
   dtype = jnp.dtype(dtype)
   if dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"paged attention on TPU: dtype {dtype} is none of bfloat16, float32")
-  if geometry.block_size % _window(dtype):
-    raise NotImplementedError(
-      f"paged attention on TPU: block_size={geometry.block_size} for {dtype} is no multiple of {_window(dtype)}"
-    )
+  check_kv_dtype(geometry, dtype)
   if geometry.group > _TILE_ROWS:
     raise NotImplementedError(
       f"paged attention on TPU: {geometry.group} query heads a KV head are not supported; up to {_TILE_ROWS} are"
@@ -72,6 +71,15 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
     raise NotImplementedError(
       f"paged attention on TPU: {rows} block tables of {width} entries exceed the {_TABLE_BYTES // 1024} KiB of scalar "
       "memory for them; raise --block_size, or lower --max_model_len or --max_num_seqs"
+    )
+
+
+def check_kv_dtype(geometry: Geometry, kv_dtype: jnp.dtype) -> None:
+  """See api.check_supported."""
+  if geometry.block_size % _window(kv_dtype):
+    raise NotImplementedError(
+      f"paged attention on TPU: block_size={geometry.block_size} for {name_kv_dtype(kv_dtype)} is no multiple of "
+      f"{_window(kv_dtype)}"
     )
 
 
@@ -155,12 +163,13 @@ def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, wri
     token = begins[run] - pl.program_id(0) * tokens
     aligned = pl.multiple_of(jnp.minimum(token // window * window, tokens - 2 * window), window)
     offset = slots[run] % window
-    pair = new[:, pl.ds(aligned, 2 * window), :].astype(jnp.float32)
+    wide = jnp.int32 if new.dtype == BYTES else jnp.float32
+    pair = new[:, pl.ds(aligned, 2 * window), :].astype(wide)
     turned = pltpu.roll(pair, (offset - (token - aligned) + 2 * window) % (2 * window), 1)[:, :window]
     position = lax.broadcasted_iota(jnp.int32, turned.shape, 1)
     mine = (position >= offset) & (position < offset + counts[run])
     old = windows[run % ring]
-    windows[run % ring] = jnp.where(mine, turned, old.astype(jnp.float32)).astype(old.dtype)
+    windows[run % ring] = jnp.where(mine, turned, old.astype(wide)).astype(old.dtype)
     write(run).start()
     return carry
 
@@ -181,7 +190,8 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
   head_dim, window = k.shape[2], _window(kv.dtype)
   tokens = min(_WRITE_TOKENS, -(-k.shape[0] // (2 * window)) * 2 * window)
   blocks = -(-k.shape[0] // tokens)
-  new = jnp.concatenate([k, v], axis=2).astype(kv.dtype).transpose(1, 0, 2)
+  new = jnp.concatenate([k, v], axis=2)
+  new = (to_fp8(new) if kv.dtype == BYTES else new.astype(kv.dtype)).transpose(1, 0, 2)
   new = jnp.pad(new, ((0, 0), (0, blocks * tokens - k.shape[0]), (0, width - 2 * head_dim)))
   return pl.pallas_call(
     _write_kernel,
@@ -273,7 +283,7 @@ def _attention_kernel(
   """
   _, heads, pages, page, width = kv_chunks.shape
   chunk, most = pages * page, q_tiles.shape[1]
-  dtype = kv.dtype
+  dtype = queries.dtype
   precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
   def tile_of(index) -> _Tile:
@@ -322,9 +332,9 @@ def _attention_kernel(
     @pl.when(left < chunk)
     def _():
       for head in range(heads):
-        lines = kv_chunks[slot, head].astype(jnp.float32).reshape(chunk, width)
-        lines = jnp.where(lax.broadcasted_iota(jnp.int32, lines.shape, 0) < left, lines, 0.0)
-        kv_chunks[slot, head] = lines.reshape(pages, page, width).astype(dtype)
+        lines = kv_chunks[slot, head].astype(jnp.int32 if kv.dtype == BYTES else jnp.float32).reshape(chunk, width)
+        lines = jnp.where(lax.broadcasted_iota(jnp.int32, lines.shape, 0) < left, lines, jnp.zeros_like(lines))
+        kv_chunks[slot, head] = lines.reshape(pages, page, width).astype(kv.dtype)
 
   def attend_chunk(tile: _Tile, size: int, number, slot) -> None:
     shape = (size * group, chunk)
@@ -336,6 +346,8 @@ def _attention_kernel(
     of_tile = pl.ds(0, size * group)
     for head in range(heads):
       lines = kv_chunks[slot, head].reshape(chunk, width)
+      if kv.dtype == BYTES:
+        lines = from_fp8(lines).astype(dtype)
       scores = lax.dot_general(
         queries[head, of_tile],
         lines[:, keys_at],
@@ -451,9 +463,9 @@ def ragged_paged_attention(
   rows_of_tile = (heads, size * group)
   scratch = [
     pltpu.VMEM((2, heads, pages, page, width), kv.dtype),
-    pltpu.VMEM((2, *tile), kv.dtype),
     pltpu.VMEM((2, *tile), q.dtype),
-    pltpu.VMEM((*rows_of_tile, lanes), kv.dtype),
+    pltpu.VMEM((2, *tile), q.dtype),
+    pltpu.VMEM((*rows_of_tile, lanes), q.dtype),
     pltpu.VMEM((*rows_of_tile, _LANES), jnp.float32),
     pltpu.VMEM((*rows_of_tile, _LANES), jnp.float32),
     pltpu.VMEM((*rows_of_tile, lanes), jnp.float32),
@@ -483,7 +495,7 @@ def ragged_paged_attention(
     block_tables,
     kv_lens,
     query_starts,
-    jnp.pad(q, ((0, 0), (0, 0), (0, lanes - head_dim))).astype(kv.dtype),
+    jnp.pad(q, ((0, 0), (0, 0), (0, lanes - head_dim))),
     pltpu.with_memory_space_constraint(kv, pltpu.HBM),
   )
   out = out[:, :, lanes - head_dim :] if lanes == head_dim else out[:, :, head_dim : 2 * head_dim]

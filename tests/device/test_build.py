@@ -88,7 +88,7 @@ def test_facts_are_told_as_they_are_known(folder, tmp_path):
   [
     ({"overlap": "maybe"}, "overlap='maybe' must be one of auto, true, false; set --overlap"),
     ({"dtype": "float16"}, "dtype='float16' must be one of auto, float32, bfloat16"),
-    ({"kv_dtype": "fp8"}, "kv_dtype='fp8' must be one of auto, int8; set --kv_dtype"),
+    ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be one of auto, int8, fp8; set --kv_dtype"),
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be at least 0"),
     ({"block_size": -1}, "block_size=-1 must be at least 0"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,11 @@ def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: ArgSpec) ->
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-  """The numbers that `dtype` keeps, in f32: the oracle gets what the kernel gets. int8 scales the last axis."""
+  """The numbers that `dtype` keeps, in f32: the oracle gets what the kernel gets. int8 scales the last axis, and
+  uint8 has the bytes of e4m3."""
+  if dtype == "uint8":
+    array = np.where(np.isfinite(array), np.clip(array, -448, 448), np.nan)
+    return array.astype(jnp.float8_e4m3fn).astype(np.float32)
   if dtype != "int8":
     return array.astype(jnp.dtype(dtype)).astype(np.float32)
   array = array.astype(np.float32)
@@ -48,6 +53,13 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
   near = peak.astype(jnp.bfloat16)
   scale = np.where(near < peak, np.nextafter(near, np.array(np.inf, jnp.bfloat16)), near).astype(np.float32)
   return np.rint(array * (np.float32(1) / np.where(scale, scale, np.float32(1)))) * scale
+
+
+def stored(array: np.ndarray, dtype: str) -> np.ndarray:
+  """An array as a buffer of `dtype` has it, without scales: uint8 has the bytes of e4m3."""
+  if dtype == "uint8":
+    return rounded(array, dtype).astype(jnp.float8_e4m3fn).view(np.uint8)
+  return array.astype(jnp.dtype(dtype))
 
 
 def oracle(spec: ArgSpec, arguments: Arguments) -> np.ndarray:
@@ -70,10 +82,10 @@ def jitted(function: Callable) -> Callable:
 
 
 def empty_buffer(implementation: ModuleType, spec: ArgSpec, num_blocks: int) -> np.ndarray:
-  """A buffer of NaN; one of int8 has NaN for every scale."""
+  """A buffer of NaN, which all bits make in fp8 and in the scales of int8."""
   dtype = jnp.dtype(spec.stored_dtype)
   shape = implementation.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, stored_size(spec.head_dim, dtype))
-  return np.full(shape, -1 if dtype == jnp.int8 else np.nan, dtype)
+  return np.full(shape, {"int8": -1, "uint8": 255}.get(dtype.name, np.nan), dtype)
 
 
 def filled(implementation: ModuleType, spec: ArgSpec, arguments: Arguments) -> jax.Array:
@@ -189,6 +201,7 @@ class Conformance:
     implementation: the module.
     dtype: of all but the first test, whose specs have their own.
     kv_dtype: of the buffer, in all tests; "": as queries.
+    block_size: tokens a block, in all tests but the first.
     atol: how far a result may be off besides its own rounding. As it is here: sums of at most some thousand terms of
       order 1 whose weights sum to 1, all in f32, each rounded to 6e-8.
     num_random: number of random batches.
@@ -198,9 +211,14 @@ class Conformance:
   implementation: ModuleType
   dtype: str = "float32"
   kv_dtype: str = ""
+  block_size: int = 16
   atol: float = 1e-5
   num_random: int = 10
   chunks: tuple[int, ...] = (16, 1, 37, 64, 31, 1)
+
+  @property
+  def _stored(self) -> dict[str, Any]:
+    return {"dtype": self.dtype, "kv_dtype": self.kv_dtype, "block_size": self.block_size}
 
   @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
@@ -216,7 +234,7 @@ class Conformance:
         queries = int(rng.choice([0, 1, 1, 1, min(budget, 2), rng.integers(1, budget + 1)]))
         rows.append((queries, int(rng.integers(queries, 193)) if queries else 0))
         budget -= queries
-      spec = with_spare_blocks(ArgSpec("random", tuple(rows), 48, 10, dtype=self.dtype, kv_dtype=self.kv_dtype))
+      spec = with_spare_blocks(ArgSpec("random", tuple(rows), 48, 10, **self._stored))
       arguments = arg_specs.make_arguments(spec, seed)
       out = run(self.implementation, spec, *operands(self.implementation, spec, arguments))
       np.testing.assert_allclose(out, oracle(spec, arguments), rtol=relative(self.dtype), atol=self.atol)
@@ -233,7 +251,7 @@ class Conformance:
     ]
     for number, (before, after) in enumerate(companies):
       rows = (*before, subject, *after)
-      spec = with_spare_blocks(ArgSpec("neighbors", rows, 64, 8, dtype=self.dtype, kv_dtype=self.kv_dtype))
+      spec = with_spare_blocks(ArgSpec("neighbors", rows, 64, 8, **self._stored))
       arguments = arg_specs.make_arguments(spec, number)
       at = len(before)
       begin, end = arguments.query_starts[at : at + 2]
@@ -251,7 +269,7 @@ class Conformance:
 
   def test_chunks_of_any_size_give_the_whole(self) -> None:
     """A prompt in chunks (the last of one token) equals the prompt at once."""
-    length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2, dtype=self.dtype, kv_dtype=self.kv_dtype)
+    length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2, **self._stored)
     arguments = arg_specs.make_arguments(spec)
     inputs = operands(self.implementation, spec, arguments)
     whole, parts, done = run(self.implementation, spec, *inputs)[:length], [], 0
@@ -268,7 +286,7 @@ class Conformance:
     np.testing.assert_allclose(np.concatenate(parts), whole, **close)
 
   def test_write_keeps_the_rest_and_padding_touches_block_0_only(self) -> None:
-    spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4, dtype=self.dtype, kv_dtype=self.kv_dtype)
+    spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4, **self._stored)
     arguments = arg_specs.make_arguments(spec)
     before = filled(self.implementation, spec, arguments)
     k, v = (put(np.full((6, spec.num_kv_heads, spec.head_dim), x, jnp.dtype(self.dtype))) for x in (1, 2))
@@ -279,9 +297,9 @@ class Conformance:
 
   def test_write_is_in_place_when_donated(self) -> None:
     """The compiled program aliases the pool, holds no second one, and hands back the same memory."""
-    spec = ArgSpec("pool", (), 8, 8, dtype=self.dtype, kv_dtype=self.kv_dtype)
+    spec = ArgSpec("pool", (), 8, 8, **self._stored)
     kv = jnp.array(empty_buffer(self.implementation, spec, 256))
-    k, slots = jnp.ones((8, 2, 64), self.dtype), jnp.arange(16, 24, dtype=jnp.int32)
+    k, slots = jnp.ones((8, 2, 64), self.dtype), self.block_size + jnp.arange(8, dtype=jnp.int32)
     program = jax.jit(self.implementation.write_kv, donate_argnums=0).lower(kv, k, k, slots).compile()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == kv.nbytes

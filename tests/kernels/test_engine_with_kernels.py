@@ -15,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from models.config import ModelConfig
 from pallas_kernels import native
 from pallas_kernels.paged_attention import gpu
+from pallas_kernels.paged_attention.fp8_kv import BYTES
 from tests.device.serving import serve
 from tests.device.tiny_model import TINY, make_runner, random_params
 from tests.kernels.test_gpu import one_sm, short_splits
@@ -33,36 +34,43 @@ REQUESTS = [
 ]
 
 
-def tokens(attention: str, model: ModelConfig, dtype=jnp.bfloat16) -> list[list[int]]:
+def tokens(
+  attention: str, model: ModelConfig, dtype=jnp.bfloat16, kv_dtype=None, block_size: int = 16
+) -> list[list[int]]:
   runner = make_runner(
     model,
     dtype=dtype,
+    kv_dtype=kv_dtype,
     num_blocks=8,
-    block_size=16,
+    block_size=block_size,
     token_budgets=(24,),
     max_num_seqs=2,
     attention=attention,
     model=random_params(model, dtype),
   )
   served, _ = serve(
-    runner, REQUESTS, num_blocks=8, block_size=16, max_num_seqs=2, prefill_chunk=24, prefix_cache_scope="off"
+    runner, REQUESTS, num_blocks=8, block_size=block_size, max_num_seqs=2, prefill_chunk=24, prefix_cache_scope="off"
   )
   return [one.tokens for one in served]
 
 
 @functools.cache
-def expected(model: ModelConfig, dtype=jnp.bfloat16) -> list[list[int]]:
-  return tokens("reference", model, dtype)
+def expected(model: ModelConfig, dtype=jnp.bfloat16, kv_dtype=None) -> list[list[int]]:
+  return tokens("reference", model, dtype, kv_dtype)
 
 
+each_kv = pytest.mark.parametrize("kv_dtype", [None, BYTES], ids=["kv", "fp8_kv"])
+
+
+@each_kv
 @each_model
 @pytest.mark.usefixtures("gpu_interpreter")
-def test_gpu(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-  wanted = expected(model)
+def test_gpu(model: ModelConfig, kv_dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+  wanted = expected(model, kv_dtype=kv_dtype)
   monkeypatch.setattr(gpu, "tuning_for", short_splits)
   monkeypatch.setattr(gpu, "count_sms", one_sm)
   monkeypatch.setattr(gpu, "attend", functools.partial(gpu.attend, interpret=plgpu.InterpretGPUParams()))
-  assert tokens("gpu", model) == wanted
+  assert tokens("gpu", model, kv_dtype=kv_dtype) == wanted
 
 
 @each_model
@@ -75,13 +83,14 @@ def test_cpu(model: ModelConfig, dtype) -> None:
   assert tokens("cpu", model, dtype) == expected(model, dtype)
 
 
+@each_kv
 @each_model
 @pytest.mark.usefixtures("quick_compilation")
-def test_tpu(model: ModelConfig) -> None:
-  wanted = expected(model)
+def test_tpu(model: ModelConfig, kv_dtype) -> None:
+  wanted = expected(model, kv_dtype=kv_dtype)
   pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
   try:
-    assert tokens("tpu", model) == wanted
+    assert tokens("tpu", model, kv_dtype=kv_dtype, block_size=32) == wanted
   finally:
     pltpu.set_tpu_interpret_mode(None)
     pltpu.reset_tpu_interpret_mode_state()

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels.paged_attention import api, arg_specs, gpu, tuning
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.fp8_kv import BYTES, to_fp8
 from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_prefill import prefill
 from pallas_kernels.paged_attention.reference import rotate
@@ -54,7 +55,8 @@ def small_grids():
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
   """Stores keys and values by XLA's scatter, where the kernels look for them."""
   page = kv.shape[3]
-  return kv.at[slots // page, :, :, slots % page].set(jnp.stack([k, v], axis=2).astype(kv.dtype))
+  lines = jnp.stack([k, v], axis=2)
+  return kv.at[slots // page, :, :, slots % page].set(to_fp8(lines) if kv.dtype == BYTES else lines.astype(kv.dtype))
 
 
 def attention_alone(
@@ -116,6 +118,7 @@ class TestGpu(conformance.Conformance):
         api.check_supported("gpu", spec.geometry, spec.dtype)
       return
     api.check_supported("gpu", spec.geometry, spec.dtype)
+    spec = dataclasses.replace(spec, kv_dtype=self.kv_dtype)
     spec = conformance.with_spare_blocks(spec) if spec.name in WITH_SPARE_BLOCKS else spec
     arguments = arg_specs.make_arguments(spec)
     out = conformance.run(INTERPRETED, spec, *conformance.operands(INTERPRETED, spec, arguments))
@@ -130,6 +133,11 @@ class TestGpu(conformance.Conformance):
   @pytest.mark.long  # the test of a query's bits in a chunk and alone stays
   def test_chunks_of_any_size_give_the_whole(self) -> None:
     super().test_chunks_of_any_size_give_the_whole()
+
+
+@pytest.mark.long  # each kernel has a case of fp8 in `make test`, and the engine another
+class TestFp8KV(TestGpu):
+  kv_dtype = "uint8"
 
 
 def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -> None:

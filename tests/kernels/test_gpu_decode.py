@@ -81,6 +81,7 @@ _SPLIT = _case("split", ((1, 150), (2, 129)), 64, 1, pairs=1)
 _SMALL_PAGES = _case("page_32", ((1, 150),), 32, 8, pairs=1)
 _LARGE_PAGES = _case("page_128_window", ((1, 250),), 128, 2, pairs=1, sliding_window=100)
 _CAPPED = _case("soft_cap", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
+_FP8 = _case("fp8", ((2, 128), (1, 130), (1, 20)), 64, 1, pairs=1, kv_heads=2, kv_dtype="uint8")
 _ROWS = ((1, 150), (3, 130), (5, 9), (0, 0), (1, 64))
 # Six parts of one row, more than the combine kernel loads at once, among rows of one part, of three and of none.
 _LONG = _case("one_long_row", ((1, 3), (2, 1000), (0, 0), (1, 290)), 64, 1, sms=4, pairs=1, positions=1024)
@@ -96,6 +97,8 @@ CASES = (
   _SMALL_PAGES,
   _LARGE_PAGES,
   _CAPPED,
+  _FP8,
+  _case("fp8_head_128", ((1, 150), (3, 130)), 16, 2, head_dim=128, group=4, kv_dtype="uint8"),
   _case("head_128", _ROWS, 64, 2, head_dim=128, group=4),
   _case("page_16", _ROWS, 16, 4, pairs=1, sms=3, stages=3),
   _case("page_16_splits_within_a_tile", ((1, 99), (2, 70), (1, 5)), 16, 3),
@@ -133,7 +136,7 @@ def operands(case: Case, arguments: Arguments) -> tuple:
     kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
   arrays = (
     q.reshape(spec.num_kv_heads, -1, spec.head_dim).astype(jnp.bfloat16),
-    kv.astype(jnp.bfloat16),
+    conformance.stored(kv.astype(jnp.bfloat16), case.spec.stored_dtype),
     arguments.block_tables,
     arguments.kv_lens,
     arguments.query_starts,
@@ -180,7 +183,7 @@ def check(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_decode) -> N
 
 
 # Each of these joins two things that cases above have alone: small pages and a window, a cap and splits.
-SELDOM = ("page_32_window", "soft_cap_at_splits")
+SELDOM = ("page_32_window", "soft_cap_at_splits", "fp8_head_128")
 
 
 @pytest.mark.parametrize(
@@ -282,11 +285,14 @@ BUGS = (
   (_LONG, "no more parts than are loaded at once", "_cdiv(splits, at_once)", "_i32(1)"),
   (_SPLIT, "wrong weight of a part", "part * _over_rows(weight,", "part * _over_rows(decay,"),
   (_SPLIT, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
+  (_FP8, "bytes are taken for numbers", "from_fp8(loaded)", "loaded.astype(jnp.float32)"),
   (_CAPPED, "the cap not given back", "factor = call.soft_cap * _LOG2E", "factor = _LOG2E"),
 )  # fmt: skip
 
 # Twins of bugs above: another barrier of the same ring, another end of the same mask, another number of the same part.
 MORE_BUGS = (
+  (_FP8, "widened from the first stage", "plgpu.load(ring.at[stage, ", "plgpu.load(ring.at[0, "),
+  (_FP8, "a stage is not given back", "      plgpu.barrier_arrive(free.at[stage])\n", ""),
   (_WHOLE, "nothing waits for values", "        plgpu.barrier_wait(v_ready.at[stage])\n", ""),
   (_WHOLE, "nothing waits for queries", "      plgpu.barrier_wait(q_ready)\n", ""),
   (_WHOLE, "queries of the next item too early", "(i + 1 == item.tiles) &", "(i == 0) &"),

@@ -57,7 +57,7 @@ def operands(spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:
     kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
   q = arguments.q.reshape(spec.num_tokens, heads, -1, spec.head_dim).swapaxes(0, 1).reshape(heads, -1, spec.head_dim)
   plan = plan_of(spec).make_work(arguments.query_starts, arguments.kv_lens)
-  numbers = (x.astype(jnp.dtype(spec.dtype)) for x in (q, kv))
+  numbers = q.astype(jnp.dtype(spec.dtype)), conformance.stored(kv.astype(jnp.dtype(spec.dtype)), spec.stored_dtype)
   integers = (arguments.block_tables, arguments.kv_lens, arguments.query_starts, plan)
   return tuple(map(conformance.put, (*numbers, *integers)))
 
@@ -130,6 +130,7 @@ SPECS = (
   (_spec("half_a_page_a_tile", ((5, 170),), 6, 128, group=5, soft_cap=2.0), {"prefill_tile_keys": 64}),
   (_spec("group_of_64_window_of_one", ((3, 70),), 4, 64, group=64, sliding_window=1), {}),
   (_spec("group_of_1", ((140, 140),), 150, 64, group=1), {}),
+  (_spec("fp8", ((9, 150), (5, 70)), 16, 16, kv_dtype="uint8"), {"prefill_tile_keys": 64, "prefill_stages": 2}),
   (_spec("head_of_256", ((4, 100),), 6, 64, group=2, head_dim=256), {"prefill_tile_keys": 64, "prefill_stages": 1}),
 )
 
@@ -172,6 +173,7 @@ def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of
 # keys each, two stages, two pages a tile, a window that begins inside a tile, an end inside a page, a row of the other
 # kernel right behind, and padding.
 _SEEDED = _spec("seeded", ((37, 183), (5, 160), (1, 9)), 46, 32, sliding_window=90)
+_SEEDED_FP8 = _spec("seeded_fp8", ((9, 183),), 12, 32, kv_dtype="uint8")
 _TUNING: dict[str, Any] = {"prefill_tile_keys": 64, "prefill_stages": 2}
 
 # What is wrong, a text that occurs once in the kernel, and what takes its place.
@@ -231,5 +233,42 @@ def test_seeded_bug_is_caught(old: str, new: str) -> None:
     check(_SEEDED, module, **_TUNING)
 
 
-def test_the_kernel_without_a_bug_passes() -> None:
-  check(_SEEDED, **_TUNING)
+# As above, of what only fp8 has.
+FP8_BUGS = (
+  ("bytes are taken for numbers", "from_fp8(loaded)", "loaded.astype(f32)", False),
+  ("bytes are not waited for", "        plgpu.barrier_wait(fetched.at[slot])\n", "", False),
+  ("bytes of the tile after", "fetch(i + stages)", "fetch(i + stages - 1)", True),
+  (
+    "values past the end",
+    "            clear_tail(slot, held)\n\n          plgpu",
+    "            pass\n\n          plgpu",
+    True,
+  ),
+  (
+    "half of a tile",
+    "for start in range(0, keys, _WIDENED_ROWS)",
+    "for start in range(0, keys // 2, _WIDENED_ROWS)",
+    True,
+  ),
+)
+
+
+@pytest.mark.parametrize(
+  ("old", "new"),
+  [
+    pytest.param(*bug, id=name.replace(" ", "_"), marks=pytest.mark.long if seldom else ())
+    for name, *bug, seldom in FP8_BUGS
+  ],
+)
+def test_seeded_bug_of_fp8_is_caught(old: str, new: str) -> None:
+  source = Path(gpu_prefill.__file__).read_text()
+  assert source.count(old) == 1, f"{old!r} must occur once"
+  module = types.ModuleType("seeded")
+  exec(compile(source.replace(old, new), "seeded", "exec"), vars(module))
+  with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+    check(_SEEDED_FP8, module, **_TUNING)
+
+
+@pytest.mark.parametrize("spec", [_SEEDED, pytest.param(_SEEDED_FP8, marks=pytest.mark.long)], ids=["bf16", "fp8"])
+def test_the_kernel_without_a_bug_passes(spec: ArgSpec) -> None:
+  check(spec, **_TUNING)

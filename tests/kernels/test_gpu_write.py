@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention import gpu_write
 from pallas_kernels.paged_attention.reference import rotate
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
-from tests.kernels.conformance import f32
+from tests.kernels.conformance import f32, rounded
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("gpu_interpreter")]
 
@@ -23,7 +23,7 @@ RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A call: T, how many of those tokens are padding, K, G, H, tokens a block, tokens a tile (None: as tuned)."""
+  """A call: T, how many of those tokens are padding, K, G, H, tokens a block, tokens a tile (None: as tuned), fp8."""
 
   tokens: int
   padding: int = 0
@@ -32,6 +32,7 @@ class Case:
   head_dim: int = 64
   page: int = 16
   tile: int | None = None
+  is_fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +52,26 @@ def numbers(case: Case) -> Numbers:
   slots = rng.permutation(np.arange(case.page, blocks * case.page))[: case.tokens]
   slots[case.tokens - case.padding :] = rng.permutation(case.page)[: case.padding]
   angles = rng.uniform(0, 2 * np.pi, (case.tokens, case.head_dim // 2))
+  kv = rng.standard_normal((blocks, case.heads, 2, case.page, case.head_dim)).astype(jnp.bfloat16)
+  qkv = rng.standard_normal((case.tokens, case.heads, case.group + 2, case.head_dim)).astype(jnp.bfloat16)
+  if case.is_fp8:
+    kv, qkv = conformance.stored(kv, "uint8"), qkv * 200  # every fortieth number is beyond 448
+    qkv[0, 0, -1, :3] = np.inf, -np.inf, np.nan
   arrays = (
-    rng.standard_normal((case.tokens, case.heads, case.group + 2, case.head_dim)).astype(jnp.bfloat16),
+    qkv,
     np.cos(angles).astype(np.float32),
     np.sin(angles).astype(np.float32),
-    rng.standard_normal((blocks, case.heads, 2, case.page, case.head_dim)).astype(jnp.bfloat16),
+    kv,
     slots.astype(np.int32),
   )
   return Numbers(*map(conformance.put, arrays))
+
+
+def numbers_of(x: jax.Array, case: Case) -> np.ndarray:
+  """What a buffer holds, or what it should hold of keys or values, f32."""
+  if not case.is_fp8:
+    return f32(x)
+  return np.asarray(x).view(jnp.float8_e4m3fn).astype(np.float32) if x.dtype == np.uint8 else rounded(f32(x), "uint8")
 
 
 def check(case: Case, module=gpu_write) -> None:
@@ -69,7 +82,7 @@ def check(case: Case, module=gpu_write) -> None:
     tuning = dataclasses.replace(tuning, write_tokens=case.tile)
   run = jax.jit(lambda *args: module.rotate_and_write(*args, tuning=tuning, interpret=RACES))
   q, kv = run(given.qkv, given.cos, given.sin, given.kv, given.slots)
-  assert q.dtype == kv.dtype == jnp.bfloat16
+  assert q.dtype == jnp.bfloat16 and kv.dtype == given.kv.dtype
 
   queries, keys, values = conformance.jitted(rotate)(given.qkv, given.cos, given.sin)
   # Of two products that are added one may be rounded to f32 before, or not (a fused multiply-add, as on the GPU; on the
@@ -79,12 +92,14 @@ def check(case: Case, module=gpu_write) -> None:
   packed = f32(queries).reshape(case.tokens, case.heads, case.group, -1).transpose(1, 0, 2, 3).reshape(q.shape)
   np.testing.assert_allclose(f32(q), packed, **close)
   assert (f32(q) == packed).mean() > 0.99
-  want, real = f32(given.kv).copy(), slice(0, case.tokens - case.padding)
+  kv, want, keys, values = (numbers_of(x, case) for x in (kv, given.kv, keys, values))
+  want, real = want.copy(), slice(0, case.tokens - case.padding)
   block, offset = np.divmod(np.asarray(given.slots[real]), case.page)
-  want[block, :, 0, offset], want[block, :, 1, offset] = f32(keys[real]), f32(values[real])
+  want[block, :, 0, offset], want[block, :, 1, offset] = keys[real], values[real]
   # The whole buffer but block 0, so also that slots without a token do not change.
-  np.testing.assert_allclose(f32(kv)[1:, :, 0], want[1:, :, 0], **close)
-  np.testing.assert_array_equal(f32(kv)[1:, :, 1], want[1:, :, 1])
+  close = {"rtol": 2.0**-3, "atol": 2.0**-9} if case.is_fp8 else close  # e4m3 has 4 bits
+  np.testing.assert_allclose(kv[1:, :, 0], want[1:, :, 0], **close)
+  np.testing.assert_array_equal(kv[1:, :, 1], want[1:, :, 1])
 
 
 def check_without_races(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_write) -> None:
@@ -104,6 +119,8 @@ def check_without_races(case: Case, capfd: pytest.CaptureFixture[str], module=gp
     Case(17, heads=1, group=12, head_dim=256, tile=16),
     Case(5, heads=1, group=64, head_dim=256, tile=32),
     Case(35, padding=2, heads=1, tile=32),
+    Case(11, padding=2, tile=8, is_fp8=True),
+    pytest.param(Case(7, heads=1, head_dim=128, tile=4, is_fp8=True), marks=pytest.mark.long),
   ],
   ids=str,
 )
@@ -156,6 +173,10 @@ def seeded(old: str, new: str) -> types.ModuleType:
 
 
 SUBJECT = Case(11, tile=8)
+FP8_BUGS = (
+  ("keys are stored as values", "new.at[:, row, part], layout", "new.at[:, 0, part], layout"),
+  ("another token's bytes", "source.at[i]", "source.at[(i + 1) % tokens]"),
+)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +187,12 @@ SUBJECT = Case(11, tile=8)
 def test_seeded_bug_is_caught(old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
   with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
     check_without_races(SUBJECT, capfd, seeded(old, new))
+
+
+@pytest.mark.parametrize(("old", "new"), [pytest.param(*bug, id=name.replace(" ", "-")) for name, *bug in FP8_BUGS])
+def test_seeded_bug_of_fp8_is_caught(old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
+  with pytest.raises(AssertionError):
+    check_without_races(dataclasses.replace(SUBJECT, is_fp8=True), capfd, seeded(old, new))
 
 
 def test_no_bug_is_not_caught(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api, arg_specs, int8_kv, reference
+from engine.device.options import BuildOptions
+from engine.settings import declared_settings
+from pallas_kernels.paged_attention import api, arg_specs, fp8_kv, int8_kv, reference
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tests.kernels import conformance
 
@@ -31,6 +33,13 @@ class TestInt8KV(conformance.Conformance):
   num_random = 3
 
 
+@pytest.mark.long
+class TestFp8KV(conformance.Conformance):
+  implementation = reference
+  kv_dtype = "uint8"
+  num_random = 3
+
+
 def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
   """Nothing of the pool's or the table's size is ever made: the temporaries of the compiled program stay the same."""
 
@@ -45,11 +54,25 @@ def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
   assert large <= small + 8 * row_of_table
 
 
+@pytest.mark.parametrize(
+  ("name", "kv_dtype", "choices"),
+  [("gpu", "int8", "auto or fp8"), ("tpu", "int8", "auto or fp8"), ("cpu", "fp8", "auto or int8")],
+)
+def test_kv_that_a_kernel_does_not_have_is_refused_with_what_it_has(name: str, kv_dtype: str, choices: str) -> None:
+  geometry = ArgSpec("refused", (), 8, 8, 32).geometry
+  words = rf"kv_dtype={kv_dtype}: paged attention \({name}\) has no {kv_dtype} KV; set --kv_dtype to {choices}, or"
+  with pytest.raises(NotImplementedError, match=words):
+    api.check_supported(name, geometry, "bfloat16", api.EIGHT_BIT_KV[kv_dtype])
+
+
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
-def test_kernels_without_int8_kv_refuse_it(name: str) -> None:
-  geometry = ArgSpec("refused", (), 8, 8).geometry
-  with pytest.raises(NotImplementedError, match=rf"kv_dtype=int8: paged attention \({name}\) has no"):
-    api.check_supported(name, geometry, "bfloat16", "int8")
+def test_fp8_kv_is_supported(name: str) -> None:
+  api.check_supported(name, ArgSpec("", (), 8, 8, 32).geometry, "bfloat16", fp8_kv.BYTES)
+
+
+def test_the_settings_name_the_same_dtypes() -> None:
+  (declared,) = [each for each in declared_settings(BuildOptions) if each.name == "kv_dtype"]
+  assert declared.setting.choices == ("auto", *api.EIGHT_BIT_KV)
 
 
 _SEEDED = ArgSpec("bugs", ((1, 70), (1, 200), (20, 90)), 24, 3)
@@ -166,6 +189,37 @@ def test_a_number_that_is_not_finite_stays_so(bad: float) -> None:
   x[1, 7] = bad
   found = np.asarray(int8_kv.dequantize(int8_kv.quantize(jnp.asarray(x))))
   assert np.isnan(found[1]).all() and np.array_equal(found[[0, 2]], conformance.rounded(x[[0, 2]], "int8"))
+
+
+_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)  # every number of it
+
+
+def _check_fp8(to_fp8) -> None:
+  """Compares fp8 with ml_dtypes' rounding of finite numbers up to 448; beyond that it is 448, and never NaN."""
+  found = np.asarray(fp8_kv.from_fp8(to_fp8(jnp.asarray(_BFLOAT16))))
+  given = _BFLOAT16.astype(np.float32)
+  finite = np.isfinite(given)
+  wanted = np.clip(given[finite], -448, 448).astype(jnp.float8_e4m3fn).astype(np.float32)
+  np.testing.assert_array_equal(found[finite], wanted)
+  assert np.isnan(found[~finite]).all()
+
+
+def test_numbers_beyond_the_largest_of_fp8_become_the_largest() -> None:
+  _check_fp8(fp8_kv.to_fp8)
+
+
+@pytest.mark.parametrize(
+  "bug",
+  [
+    lambda x: x.astype(jnp.float8_e4m3fn),  # NaN beyond 448
+    lambda x: jnp.clip(x, -240, 240).astype(jnp.float8_e4m3fn),  # the largest of another fp8
+    lambda x: jnp.nan_to_num(jnp.clip(x, -448, 448)).astype(jnp.float8_e4m3fn),
+  ],
+  ids=["not clamped", "clamped too low", "NaN lost"],
+)
+def test_wrong_conversions_to_fp8_are_caught(bug) -> None:
+  with pytest.raises(AssertionError):
+    _check_fp8(lambda x: bug(x).view(fp8_kv.BYTES))
 
 
 def test_without_a_bug_the_same_check_passes() -> None:

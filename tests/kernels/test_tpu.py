@@ -18,6 +18,7 @@ import pytest
 
 from pallas_kernels.paged_attention import api, arg_specs, tpu
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.fp8_kv import BYTES, to_fp8
 from tests.kernels import conformance
 
 
@@ -36,7 +37,8 @@ def scattered(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> ja
   """What `write_kv` must do, in plain jnp; the simulator takes a second for a thousand tokens."""
   page, width = kv.shape[2:]
   lines = jnp.concatenate([k, v], axis=2)
-  lines = jnp.pad(lines, ((0, 0), (0, 0), (0, width - lines.shape[2]))).astype(kv.dtype)
+  lines = jnp.pad(lines, ((0, 0), (0, 0), (0, width - lines.shape[2])))
+  lines = to_fp8(lines) if kv.dtype == BYTES else lines.astype(kv.dtype)
   return kv.at[slots // page, :, slots % page].set(lines)
 
 
@@ -66,7 +68,7 @@ def check_write(module: types.ModuleType, spec: ArgSpec, padding: int = 5) -> No
   """Compares `write_kv` with `scattered`, bit for bit, over a buffer that held something before; block 0 is free."""
   arguments, rng = arg_specs.make_arguments(spec), np.random.default_rng(1)
   shape = tpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-  kv = conformance.put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(spec.dtype)))
+  kv = conformance.put(conformance.stored(rng.standard_normal(shape, np.float32), spec.stored_dtype))
   slots = np.concatenate([arguments.slots(row, spec.block_size) for row in range(len(spec.rows))])
   # As in a step: of each row the last positions only, then padding, which is NaN.
   ends = np.cumsum(arguments.kv_lens[: len(spec.rows)])
@@ -123,10 +125,31 @@ class TestTpu(conformance.Conformance):
     assert result == 0 and call.invars[operand].aval == call.outvars[0].aval
 
 
+@pytest.mark.long  # writing and attention have a case of fp8 each in `make test`
+class TestFp8KV(TestTpu):
+  """In blocks of 32, one hardware tile of bytes."""
+
+  dtype = "bfloat16"
+  kv_dtype = "uint8"
+  block_size = 32
+  atol = 4e-3
+  num_random = 2
+
+  @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
+  def test_equals_dense_attention(self, spec: ArgSpec) -> None:
+    spec = dataclasses.replace(spec, block_size=max(32, spec.block_size), dtype=self.dtype, kv_dtype=self.kv_dtype)
+    api.check_supported("tpu", spec.geometry, spec.dtype, spec.kv_dtype)
+    spec = conformance.with_spare_blocks(spec) if spec.name in conformance.WITH_SPARE_BLOCKS else spec
+    check(self.implementation, spec, conformance.program(self.implementation, spec))
+
+  test_write_is_in_place_when_donated = None
+
+
 _ROWS = ((1, 30), (40, 90), (1, 64), (3, 20), (1, 17), (2, 2))
 WRITE = ArgSpec("write", (*_ROWS, *((1, 16 + i) for i in range(20)), (40, 40)), 128, 32)
 
 ATTENTION = ArgSpec("bugs", _ROWS, 50, 6, table_width=6, num_heads=3, num_kv_heads=1, sliding_window=70, soft_cap=5.0)
+ATTENTION_FP8 = dataclasses.replace(ATTENTION, block_size=32, table_width=3, dtype="bfloat16", kv_dtype="uint8")
 
 
 class TestWrite:
@@ -135,10 +158,11 @@ class TestWrite:
     [
       WRITE,
       dataclasses.replace(WRITE, dtype="bfloat16", block_size=32),
+      dataclasses.replace(WRITE, dtype="bfloat16", block_size=32, kv_dtype="uint8"),
       ArgSpec("more_than_fits_at_once", ((1100, 1100), (1, 40)), 1101, 2, table_width=90, num_kv_heads=1),
       ArgSpec("head_128", ((1, 9), (20, 20)), 21, 2, head_dim=128, block_size=8),
     ],
-    ids=["f32", "bf16", "more_than_fits_at_once", "head_128"],
+    ids=["f32", "bf16", "fp8", "more_than_fits_at_once", "head_128"],
   )
   def test_equals_a_scatter(self, spec: ArgSpec) -> None:
     check_write(tpu, spec)
@@ -150,13 +174,15 @@ class TestSupport:
     [
       ({}, "float16", "dtype float16"),
       ({"block_size": 8}, "bfloat16", "block_size=8"),
+      ({"block_size": 16, "kv_dtype": "uint8"}, "bfloat16", "block_size=16 for fp8 is no multiple of 32"),
       ({"num_heads": 514}, "bfloat16", "257 query heads"),
       ({"num_rows": 256, "table_width": 2048}, "bfloat16", "256 block tables of 2048"),
     ],
   )
   def test_what_is_not_supported_is_named(self, change: dict, dtype: str, words: str) -> None:
     with pytest.raises(NotImplementedError, match=words):
-      api.check_supported("tpu", dataclasses.replace(ArgSpec("", (), 8, 8), **change).geometry, dtype)
+      spec = dataclasses.replace(ArgSpec("", (), 8, 8), **change)
+      api.check_supported("tpu", spec.geometry, dtype, spec.kv_dtype or None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +217,9 @@ ATTENTION_BUGS = (
 )
 
 
+FP8_BUGS = (Bug("bytes are taken for numbers", "lines = from_fp8(lines)", "lines = lines.astype(jnp.float32)"),)
+
+
 def seeded(bug: Bug) -> types.ModuleType:
   """The module with a bug in it, and with chunks and tiles so small that short rows have several."""
   source = Path(tpu.__file__).read_text()
@@ -212,7 +241,11 @@ def races_of(bug: Bug, run: Callable, spec: ArgSpec) -> bool:
   return simulator.races.races_found
 
 
-@pytest.mark.parametrize(("run", "spec"), [(check_write, WRITE), (check, ATTENTION)], ids=["write", "attention"])
+@pytest.mark.parametrize(
+  ("run", "spec"),
+  [(check_write, WRITE), (check, ATTENTION), (check, ATTENTION_FP8)],
+  ids=["write", "attention", "attention-fp8"],
+)
 def test_no_race(run: Callable, spec: ArgSpec) -> None:
   """And small tiles and chunks give what large ones do."""
   assert not races_of(NO_BUG, run, spec)
@@ -220,7 +253,9 @@ def test_no_race(run: Callable, spec: ArgSpec) -> None:
 
 @pytest.mark.parametrize(
   ("bug", "run", "spec"),
-  [(bug, check_write, WRITE) for bug in WRITE_BUGS] + [(bug, check, ATTENTION) for bug in ATTENTION_BUGS],
+  [(bug, check_write, WRITE) for bug in WRITE_BUGS]
+  + [(bug, check, ATTENTION) for bug in ATTENTION_BUGS]
+  + [(bug, check, ATTENTION_FP8) for bug in FP8_BUGS],
   ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Bug) else "",
 )
 def test_seeded_bug_is_caught(bug: Bug, run: Callable, spec: ArgSpec) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.shapes import choose_ladder
+from pallas_kernels.paged_attention.api import name_kv_dtype
 from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench.ceilings import Ceilings, CeilingWatch, in_words
 from tools.bench.device_idle import DeviceWatch, alone
@@ -230,7 +231,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
     "random_weights": options.random_weights,
     "overlap": built.config.overlap,
     "dtype": str(dtype),
-    "kv_dtype": str(kv_dtype),
+    "kv_dtype": name_kv_dtype(kv_dtype),
     "attention": built.attention,
     "matmul": built.matmul,
     "quantization": built.quantization,

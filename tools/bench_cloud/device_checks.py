@@ -92,7 +92,7 @@ def check_answers(tiny: bool) -> dict[str, Any]:
   return {
     "attention": run.built.attention,
     "dtype": str(run.built.runner.spec.dtype),
-    "kv_dtype": str(run.built.runner.kv[0].dtype),
+    "kv_dtype": api.name_kv_dtype(run.built.runner.kv[0].dtype),
     "right": right,
     "of_each": count,
     "load_s": round(run.built.load_s, 2),

@@ -25,6 +25,7 @@ from tools.check_device import facts, judge
 from tools.check_device.targets import TARGETS, environment
 
 _QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "int4")
+_KV_DTYPES = ("auto", "fp8")
 _BUDGETS = "8,16,32,64,128,256,512"
 
 
@@ -38,10 +39,11 @@ class TargetCase(NamedTuple):
   quantization: str = "none"
   adapters: bool = False
   drafts: bool = False  # the programs of a draft model of this shape, instead of steps
+  kv_dtype: str = "auto"
 
   def __str__(self) -> str:
     how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
-    how += ["adapters"] * self.adapters + ["drafts"] * self.drafts
+    how += ["adapters"] * self.adapters + ["drafts"] * self.drafts + [f"{self.kv_dtype} KV"] * (self.kv_dtype != "auto")
     return ", ".join((self.target, self.model, *how))
 
 
@@ -51,7 +53,9 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", quantization="int8"),
   TargetCase("h200", "tiny", "64", quantization="fp8"),
   TargetCase("h200", "tiny", "64", adapters=True),
+  TargetCase("h200", "tiny", "64", kv_dtype="fp8"),
   TargetCase("v5e", "tiny", "64"),
+  TargetCase("v5e", "tiny", "64", kv_dtype="fp8"),
   TargetCase("v5e", "tiny", "8,64", drafts=True),
   TargetCase("v6e", "tiny", "8,64", drafts=True),
   TargetCase("v5e", "tiny", "64", quantization="int4"),
@@ -67,9 +71,11 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "llama3-8b", "8,64,512", quantization="w8a8"),
   TargetCase("h200", "llama3-8b", "8,64,512", quantization="fp8"),
   TargetCase("h200", "llama3-8b", "64", adapters=True),
+  TargetCase("h200", "llama3-8b", "8,64,512", kv_dtype="fp8"),
   TargetCase("v6e", "demo", _BUDGETS),
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),
+  TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="fp8"),
   TargetCase("v6e", "qwen3-0.6b", "8,64,512", drafts=True),
   TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int8"),
   TargetCase("v6e", "llama3-8b", "8,64,512", quantization="w8a8"),
@@ -98,7 +104,8 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64, layers
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
     command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
     command += [f"--layers={layers}"]
-    command += [f"--quantization={case.quantization}", f"--out={out}", *["--deterministic"] * case.deterministic]
+    command += [f"--quantization={case.quantization}", f"--kv_dtype={case.kv_dtype}", f"--out={out}"]
+    command += ["--deterministic"] * case.deterministic
     command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts
     done = subprocess.run(
       command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
@@ -123,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--layers", type=positive_int, default=0, help="compile so many of the model's layers; all alike")
   parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
   parser.add_argument("--quantization", choices=_QUANTIZATIONS, default="none", help="only these steps")
+  parser.add_argument("--kv_dtype", choices=_KV_DTYPES, default="auto", help="only these steps")
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
   parser.add_argument("--out", type=pathlib.Path, help="JSON file for all facts")
   args = parser.parse_args(arguments)
@@ -130,12 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if args.target and args.model:
     cases = (
       TargetCase(
-        args.target, args.model, "128" if args.deterministic else _BUDGETS, args.deterministic, args.quantization
+        *(args.target, args.model, "128" if args.deterministic else _BUDGETS, args.deterministic, args.quantization),
+        kv_dtype=args.kv_dtype,
       ),
     )
   cases = [case for case in cases if args.target in (None, case.target) and args.model in (None, case.model)]
   cases = [case for case in cases if case.deterministic or not args.deterministic]
   cases = [case for case in cases if args.quantization in ("none", case.quantization)]
+  cases = [case for case in cases if args.kv_dtype in ("auto", case.kv_dtype)]
   if not cases:
     parser.error(f"nothing to do for --target={args.target} --model={args.model}; give both")
   rungs, failures = [], 0

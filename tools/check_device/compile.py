@@ -95,6 +95,7 @@ def main() -> None:
   parser.add_argument("--token_budgets", required=True)
   parser.add_argument("--deterministic", action="store_true")
   parser.add_argument("--quantization", default="none")
+  parser.add_argument("--kv_dtype", default="auto")
   parser.add_argument("--adapters", action="store_true")
   parser.add_argument("--drafts", action="store_true", help="the programs of the model as its own draft model")
   parser.add_argument("--max_num_seqs", type=int, default=64)
@@ -109,7 +110,9 @@ def main() -> None:
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
   deep, shallow = (
-    programs.make_spec(case, devices, args.attention, count, args.deterministic, args.quantization, args.adapters)
+    programs.make_spec(
+      case, devices, args.attention, count, args.deterministic, args.quantization, args.adapters, args.kv_dtype
+    )
     for count in (layers, few)
   )
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
@@ -118,6 +121,7 @@ def main() -> None:
       print(f"\n@@ {shape.tokens}", flush=True)
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= {"deterministic": args.deterministic, "quantization": args.quantization, "adapters": args.adapters}
+      found |= {"kv_dtype": args.kv_dtype}
       if args.drafts:
         made = draft_programs.draft_programs(deep, deep, [shape], MAX_DRAFTS + 1)
         for number, key in enumerate((draft_programs.fill_key(shape), draft_programs.propose_key(shape))):

@@ -80,6 +80,7 @@ def make_spec(
   deterministic: bool = False,
   quantization: str = "none",
   adapters: bool = False,
+  kv_dtype: str = "auto",
 ) -> ProgramSpec:
   """Returns the spec that engine.device.build makes of a checkpoint, without a checkpoint.
 
@@ -91,11 +92,13 @@ def make_spec(
     deterministic: as in ProgramSpec.
     quantization: the setting.
     adapters: whether it has slots for LoRA adapters, as many as the settings' default.
+    kv_dtype: the setting.
   """
   layers = case.model.layer_attention[:num_layers]
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
   mesh = mesh_lib.make_mesh(devices)
   block_size = api.preferred_block_size(attention)
+  stored = api.EIGHT_BIT_KV.get(kv_dtype, DTYPE)
   axis = mesh_lib.AXIS if len(devices) > 1 else ""
   form = WeightForm(
     matrix=matrix_form(quantization, devices[0].platform),
@@ -112,7 +115,7 @@ def make_spec(
     params_tree=tree,
     params=tuple(leaves),
     dtype=DTYPE,
-    kv=kv_cache.abstract(mesh, model, case.pool_tokens // block_size, block_size, DTYPE, attention),
+    kv=kv_cache.abstract(mesh, model, case.pool_tokens // block_size, block_size, stored, attention),
     block_size=block_size,
     table_width=-(-case.max_model_len // block_size),
     num_slots=case.max_num_seqs,

@@ -35,6 +35,7 @@ from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.shapes import StepShape
+from pallas_kernels.paged_attention.api import name_kv_dtype
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
 from tools.measure import ROOT, commit, machine
@@ -280,7 +281,7 @@ def measure(args: Any) -> StepCosts:
     "machine": machine(),
     "model": built.model_name,
     "dtype": str(dtype),
-    "kv_dtype": str(kv_dtype),
+    "kv_dtype": name_kv_dtype(kv_dtype),
     "attention": built.attention,
     "jax": jax.__version__,
     "commit": commit(),

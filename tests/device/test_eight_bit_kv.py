@@ -1,4 +1,4 @@
-"""An int8 KV pool: the same tokens whatever the batch, chunks and place of blocks, and close to a float pool."""
+"""A KV pool of int8 or fp8: the same tokens whatever batch, chunks and place of blocks, and close to a float pool."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from engine.device import kv_cache
 from engine.device.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from extensions.prefill_decode.identity import describe_difference, describe_identity
-from pallas_kernels.paged_attention import int8_kv
+from pallas_kernels.paged_attention import api, int8_kv
 from tests.device.serving import Served, serve
 from tests.device.test_host_blocks import NUM_BLOCKS, NUM_HOST_BLOCKS, PROMPTS, Talks
 from tests.device.tiny_model import TINY, make_runner
@@ -26,9 +26,14 @@ def make(**settings) -> ModelRunner:
   return runner
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-  return make(kv_dtype=jnp.dtype(jnp.int8))
+@pytest.fixture(scope="module", params=["int8", "fp8"])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+  return make(kv_dtype=api.EIGHT_BIT_KV[request.param])
+
+
+def only_int8(runner: ModelRunner) -> None:
+  if runner.kv[0].dtype != jnp.int8:
+    pytest.skip("fp8 has no scales")
 
 
 def tokens_of(served: list[Served]) -> list[list[int]]:
@@ -67,20 +72,24 @@ def test_log_probabilities_are_those_of_a_float_pool_within_the_rounding(runner:
   ours, theirs = (np.array([entry.logprob for entry in served.logprobs]) for served in (alone[0], plain[0]))
   assert alone[0].tokens == plain[0].tokens
   difference = np.abs(ours - theirs).max()
-  assert 0 < difference < 0.02
+  name = api.name_kv_dtype(runner.kv[0].dtype)
+  assert 0 < difference < {"int8": 0.02, "fp8": 0.1}[name]
   refused = describe_difference(describe_identity(runner), describe_identity(other))
-  assert refused == "kv_dtype=float32 here kv_dtype=int8", "a prefill and a decode server with these exchange no blocks"
+  assert refused == f"kv_dtype=float32 here kv_dtype={name}", (
+    "a prefill and a decode server with these exchange no blocks"
+  )
 
 
-def test_a_block_has_the_numbers_and_the_scales(runner: ModelRunner) -> None:
+def test_a_block_has_the_numbers_and_the_scales_if_any(runner: ModelRunner) -> None:
   heads = 2 * TINY.num_layers * TINY.num_kv_heads * 4
-  block_bytes = kv_cache.bytes_per_block(TINY, 4, jnp.dtype(jnp.int8))
-  assert block_bytes == heads * (TINY.head_dim + int8_kv.SCALE_BYTES)
+  block_bytes = kv_cache.bytes_per_block(TINY, 4, runner.kv[0].dtype)
+  assert block_bytes == heads * int8_kv.stored_size(TINY.head_dim, runner.kv[0].dtype)
   assert sum(leaf.nbytes for leaf in runner.kv) == block_bytes * (NUM_BLOCKS + 1)
 
 
 def test_a_copy_without_its_scales_is_noticed(runner: ModelRunner, alone) -> None:
   """What the test of copies would miss if tokens did not depend on scales."""
+  only_int8(runner)
   talks = Talks(runner)
   for prompt in PROMPTS:
     talks.ask(prompt)
