@@ -43,7 +43,8 @@ _WGMMA = plgpu.Layout.WGMMA
 _PER_ROW = _WGMMA.reduce(1)
 # Layout of 8 rows of a partial result: 2 rows a warp, 16 lanes a row, 16 bytes a lane.
 _CHUNK = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-# Layout in which fp8 becomes bf16: 4 rows of 64 columns a warp, 8 bytes of fp8 and so 16 bytes of bf16 a lane.
+_WIDENED_ROWS = 32  # rows that are widened from fp8 at once
+# Layout of these rows: 4 rows of 64 columns a warp, 8 bytes of fp8 and so 16 bytes of bf16 a lane.
 _WIDENED = plgpu.Layout.TILED(
   plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -192,9 +193,14 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
       if not call.is_fp8:
         return ring.at[stage]
       tile = wide_tiles[which].at[pair]
-      for _, columns in slabs:
-        loaded = plgpu.load(ring.at[stage, :, columns], layout=_WIDENED, optimized=False)
-        tile[:, columns] = from_fp8(loaded).astype(jnp.bfloat16)
+
+      @pl.loop(0, _KEYS // _WIDENED_ROWS)  # not unrolled, because addresses of all pieces would take too many registers
+      def _(piece):
+        rows = pl.ds(piece * _WIDENED_ROWS, _WIDENED_ROWS)
+        for _, columns in slabs:
+          loaded = plgpu.load(ring.at[stage, rows, columns], layout=_WIDENED, optimized=False)
+          tile[rows, columns] = from_fp8(loaded).astype(jnp.bfloat16)
+
       plgpu.commit_smem()
       plgpu.barrier_arrive(free.at[stage])
       return tile
