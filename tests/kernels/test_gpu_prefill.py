@@ -195,9 +195,10 @@ BUGS = (
 # Slower, or of less use; the first two end in a deadlock.
 MORE_BUGS = (
   ("values are not given back", "        plgpu.barrier_arrive(v_free.at[before])\n", ""),
-  ("values are handed out before they are clean", "copy(1, v_s, tail_full)", "copy(1, v_s, v_full.at[slot])"),
+  ("values are handed out before they are clean", "copy(sources, slot, 1, v_s, tail_full)",
+   "copy(sources, slot, 1, v_s, v_full.at[slot])"),
   ("a copy brings the wrong part", "ring.at[slot, pl.ds(start, chunk)]", "ring.at[slot, pl.ds(0, chunk)]"),
-  ("keys are taken for values", "copy(1, v_s, v_full", "copy(0, v_s, v_full"),
+  ("keys are taken for values", "copy(sources, slot, 1, v_s, v_full", "copy(sources, slot, 0, v_s, v_full"),
   ("a query does not see its own key", "seen = key <= edge", "seen = key < edge"),
   ("the walk begins a tile late", "first = lax.div(jnp.int32(lowest), keys)", "first = lax.div(lowest, keys) + 1"),
   ("the edge is reached too late", "position + lax.div(wg * _HALF, group) + 1, keys)", "position + 64, keys)"),
