@@ -201,8 +201,7 @@ def check_supported(name: str, geometry: Geometry, dtype: Any, kv_dtype: Any = N
   flag, own = name_kv_dtype(kv_dtype), _EIGHT_BIT_KV_OF.get(name, ())
   if flag in EIGHT_BIT_KV and flag not in own:
     raise NotImplementedError(
-      f"kv_dtype={flag}: paged attention ({name}) has no {flag} KV; set --kv_dtype to {' or '.join(('auto', *own))}, "
-      "or --attention=reference, which stores any and is slow"
+      f"kv_dtype={flag}: paged attention ({name}) has no {flag} KV; set --kv_dtype to {' or '.join(('auto', *own))}"
     )
   # The reference supports everything.
   for check, *more in (("check_supported", dtype), *([("check_kv_dtype", kv_dtype)] if flag in EIGHT_BIT_KV else [])):
