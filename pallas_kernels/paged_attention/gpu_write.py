@@ -114,11 +114,13 @@ def rotate_and_write(
   num_tokens, heads, rows, head_dim = qkv.shape
   group = rows - 2
   tokens = _tile_tokens(tuning.write_tokens, group, head_dim)
+  tiles = pl.cdiv(num_tokens, tokens)
   ref = jax.new_ref(kv)
   q = plgpu.kernel(
     functools.partial(_body, kv.shape[3], num_tokens),
-    out_type=jax.ShapeDtypeStruct((heads, num_tokens, group, head_dim), qkv.dtype),
-    grid=(pl.cdiv(num_tokens, tokens), heads),
+    # Whole tiles: a bulk copy knows no bounds, and would write over the queries of the next head.
+    out_type=jax.ShapeDtypeStruct((heads, tiles * tokens, group, head_dim), qkv.dtype),
+    grid=(tiles, heads),
     grid_names=("tile", "head"),
     scratch_types=[
       plgpu.SMEM((tokens, group, head_dim), qkv.dtype),
@@ -134,4 +136,4 @@ def rotate_and_write(
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
     interpret=interpret,
   )(qkv, cos, sin, slot_mapping, ref)
-  return q.reshape(heads, num_tokens * group, head_dim), jax.freeze(ref)
+  return q[:, :num_tokens].reshape(heads, num_tokens * group, head_dim), jax.freeze(ref)

@@ -2,6 +2,7 @@
 
   make check-device                     every rung of the demo model and of Llama-3-8B's shapes, on every target
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
+  make check-device ARGS=--emulate      no rungs: the PTX of each GPU kernel runs on this CPU (tools/ptx_emulator)
 
 It asserts that KV is updated in place, that neither KV nor a weight is copied or (int8) widened in memory, that
 temporaries are bounded, and that executables can be stored. Where devices share a model, a layer has two all-reduces,
@@ -119,10 +120,18 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64, layers
   return rungs
 
 
+def emulate_kernels(small: bool) -> int:
+  """Compares the emulated kernels with dense attention on tiny batches of each kind; returns the exit code."""
+  with tempfile.TemporaryDirectory(prefix="sluice-emulate-") as out:
+    command = [sys.executable, "-m", "tools.gpu", "--dry_run=emulate", "--only=check", "--minutes=60", f"--out={out}"]
+    return subprocess.run([*command, *(["--match=parts decode 63"] if small else [])], check=False).returncode
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.check_device", "Compile every step for devices that this machine lacks.")
   parser.add_argument("--small", action="store_true", help="a few rungs of a tiny model")
+  parser.add_argument("--emulate", action="store_true", help="run the GPU kernels' PTX; with --small on one batch")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
   parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
@@ -134,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
   parser.add_argument("--out", type=pathlib.Path, help="JSON file for all facts")
   args = parser.parse_args(arguments)
+  if args.emulate:
+    return emulate_kernels(args.small)
   cases = _SMALL if args.small else _WHOLE
   if args.target and args.model:
     cases = (

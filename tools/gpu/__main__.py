@@ -1,6 +1,7 @@
 """Measures kernels and engine on one GPU: their correctness, their distance from the device's ceilings, their settings.
 
-  python -m tools.gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX] [--dry_run=interpret|compile]
+  python -m tools.gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX]
+  python -m tools.gpu --out=DIR --dry_run=interpret|emulate|compile
   python -m tools.gpu --out=DIR --only=decode,start,offline,full,overlap,deterministic,buffers
   python -m tools.gpu --out=DIR --only=twin
   python -m tools.gpu --merge=DIR/tuning.json
@@ -35,7 +36,9 @@ The stages of the engine (tools/gpu/engine.py), the most important first:
 engine.json and engine.txt in DIR are complete after every command; programs and weights go into --scratch.
 
 A dry run needs no GPU. `interpret` runs tiny sizes through the GPU interpreter on a CPU; its times mean nothing, and
-the engine's stages run on the CPU's own kernels. `compile` compiles everything for an H200 without the hardware.
+the engine's stages run on the CPU's own kernels. `emulate` compiles the kernels for an H200, in the same sizes, and
+runs their PTX on a CPU (tools/ptx_emulator); it needs the packages of requirements-device.lock. `compile` compiles
+everything for an H200 without the hardware.
 """
 
 from collections.abc import Generator, Sequence
@@ -62,7 +65,7 @@ from tools.measure import ROOT, commit
 STAGES = ("ceilings", "check", "time", "profile", "peers", "step", "sweep")
 _PARTS = {"ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}  # share of the time
 _BATCH = 8  # jobs that compile concurrently
-_PATIENCE_S = {"device": 90.0, "interpret": 300.0, "compile": 600.0}
+_PATIENCE_S = {"device": 90.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
 
 _DECODED = (
@@ -143,7 +146,7 @@ class GpuRun:
 
   Attributes:
     log, results: the processes' output, and a JSON line for each job.
-    mode: "device", "interpret" or "compile".
+    mode: "device", "interpret", "emulate" or "compile".
     seconds: limit for all of it, from `started` (time.monotonic()) on.
     match: leaves out jobs whose description does not contain it.
   """
@@ -259,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--minutes", type=positive_float, default=9.5, help="for everything")
   parser.add_argument("--only", default=",".join(STAGES), help="stages")
   parser.add_argument("--match", type=re.compile, default="", help="regular expression for the jobs to do")
-  parser.add_argument("--dry_run", choices=("interpret", "compile"), help="on a machine without a GPU")
+  parser.add_argument("--dry_run", choices=("interpret", "emulate", "compile"), help="on a machine without a GPU")
   parser.add_argument(
     "--scratch", type=pathlib.Path, default=pathlib.Path(".cache/bench_gpu_scratch"), help="engine: programs, weights"
   )

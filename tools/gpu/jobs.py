@@ -48,7 +48,8 @@ class Setting:
 
   Attributes:
     device: the GPU, or in a dry run the CPU or a GPU without the hardware.
-    mode: "device", "interpret" (tiny sizes through the GPU interpreter) or "compile" (nothing runs).
+    mode: "device", "interpret" (tiny sizes through the GPU interpreter), "emulate" (tiny sizes, the compiled PTX) or
+      "compile" (nothing runs).
     effort: effort of timings.
   """
 
@@ -58,11 +59,11 @@ class Setting:
 
   @property
   def tiny(self) -> bool:
-    return self.mode == "interpret"
+    return self.mode in ("interpret", "emulate")
 
   @property
   def interpret(self) -> plgpu.InterpretGPUParams | None:
-    return plgpu.InterpretGPUParams() if self.tiny else None
+    return plgpu.InterpretGPUParams() if self.mode == "interpret" else None
 
   def abstract(self, tree: Any) -> Any:
     """Returns ShapeDtypeStructs on the device for arrays or other structs."""

@@ -1,10 +1,13 @@
 """Runs jobs on the GPU in its own process, for tools/gpu/__main__.py; decides nothing.
 
-python -m tools.gpu.worker device|interpret|compile
+python -m tools.gpu.worker device|interpret|emulate|compile
 """
 
+from collections.abc import Callable
+import dataclasses
 import os
 import sys
+from typing import Any
 
 from tools.gpu import protocol
 
@@ -22,14 +25,19 @@ def main(mode: str) -> int:
     device = targets.devices(targets.TARGETS["h200"])[0]
   else:
     device = jax.devices()[0]
-    wanted = {"device": "gpu", "interpret": "cpu"}[mode]
+    wanted = "gpu" if mode == "device" else "cpu"
     if device.platform != wanted:
       raise RuntimeError(f"{mode}: JAX's first device is {device.platform} ({device.device_kind}), not a {wanted}")
-  effort = timing.Effort(samples=1, least_s=1e-6) if mode == "interpret" else timing.Effort()
+  faults: list[Exception] = []
+  if mode == "emulate":
+    from tools.ptx_emulator import mosaic
+
+    faults = mosaic.emulate_kernels().faults
+  effort = timing.Effort(samples=1, least_s=1e-6) if mode in ("interpret", "emulate") else timing.Effort()
   setting = jobs.Setting(device, mode, effort)
 
   def usable() -> bool:
-    if mode == "interpret":
+    if mode in ("interpret", "emulate"):
       return False  # an error leaves the interpreter's memory and barriers as they were
     try:
       return float(jnp.ones((), jnp.float32) + jnp.float32(1)) == 2.0
@@ -37,7 +45,21 @@ def main(mode: str) -> int:
       return False
 
   hello = {"device": device.device_kind, "jax": jax.__version__, "python": sys.version.split()[0]}
-  return protocol.serve(hello, lambda job: jobs.prepare(job, setting), usable, threads=min(8, os.cpu_count() or 1))
+
+  def prepare(job: protocol.Job) -> protocol.Prepared:
+    prepared = jobs.prepare(job, setting)
+    return dataclasses.replace(prepared, run=lambda compiled: quote_faults(lambda: prepared.run(compiled), faults))
+
+  return protocol.serve(hello, prepare, usable, threads=min(8, os.cpu_count() or 1))
+
+
+def quote_faults(run: Callable[[], Any], faults: list[Exception]) -> Any:
+  """Runs a job; raises the emulator's own error in place of JAX's, which quotes it behind a traceback."""
+  faults.clear()
+  try:
+    return run()
+  except Exception as error:
+    raise faults[0] if faults else error from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,370 @@
+"""The PTX emulator on small kernels: what they compute, and that a missing barrier, wait or fence is an error."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tools.ptx_emulator.block import KernelFault
+from tools.ptx_emulator.emulator import run_kernel
+from tools.ptx_emulator.matrix import bf16_to_f32, f32_to_bf16
+from tools.ptx_emulator.memory import AccessError, GlobalMemory
+from tools.ptx_emulator.reader import PtxError, read_kernels
+from tools.ptx_emulator.tensor_map import TensorMap, swizzle_offsets
+
+SHARED = 65536
+SEEDS = range(12)
+ELECT = """
+  elect.sync %r90|%p90, -1;
+  mov.u32 %r91, %tid.x;
+  setp.lt.u32 %p91, %r91, 32;
+  and.pred %p1, %p90, %p91;
+"""
+# One thread initializes mbarrier 0 of shared memory's end, for `arrivals`.
+INIT = """
+  mov.b64 %rd1, shmem;
+  cvt.u32.u64 %r1, %rd1;
+  add.s32 %r2, %r1, 65528;
+  mov.b32 %r3, {arrivals};
+  @%p1 mbarrier.init.shared.b64 [%r2], %r3;
+  fence.mbarrier_init.release.cluster;
+  bar.sync 0;
+"""
+WAIT = """
+  mov.b32 %r80, {parity};
+  {{ .reg .pred P1;
+  LAB_WAIT: mbarrier.try_wait.parity.shared.b64 P1, [%r2], %r80, 1000;
+  @P1 bra.uni DONE;
+  bra.uni LAB_WAIT;
+  DONE: }}
+"""
+WAIT_FIRST = WAIT.format(parity=0)
+LOAD = """
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r2], {bytes};
+  mov.b64 %rd5, maps;
+  cvta.param.u64 %rd6, %rd5;
+  mov.b32 %r10, 0;
+  @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd6, {{%r10, %r10}}], [%r2];
+"""
+STORE = """
+  add.s64 %rd7, %rd6, 128;
+  mov.b32 %r11, 0;
+  @%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd7, {%r11, %r11}], [%r1];
+  cp.async.bulk.commit_group;
+"""
+# Each thread adds 1 to its four bytes of a tile.
+ADD = """
+  mov.u32 %r20, %tid.x;
+  shl.b32 %r21, %r20, 2;
+  add.s32 %r22, %r1, %r21;
+  ld.shared.b32 %r23, [%r22];
+  add.s32 %r24, %r23, 1;
+  st.shared.b32 [%r22], %r24;
+"""
+
+
+UNWAITED = "operation 0 writes; nobody has waited|which warp . (wrote|reads); nothing orders the two"
+
+
+def make_kernel(body: str, params: str = ".param .u64 .ptr .align 256 a", threads: int = 128):
+  """Returns a kernel of `body`."""
+  (kernel,) = read_kernels(
+    f".version 9.0\n.target sm_90a\n.visible .entry k({params})\n.maxntid {threads}, 1, 1\n{{\n"
+    ".reg .pred %p<99>;\n.reg .b16 %rs<99>;\n.reg .b32 %r<300>;\n.reg .b64 %rd<99>;\n"
+    f".shared .align 16 .b8 shmem[];\n{body}\nret;\n}}\n"
+  )
+  return kernel
+
+
+def run(body: str, arrays: Sequence[np.ndarray], seed: int = 0, grid=(1, 1, 1), threads: int = 128) -> None:
+  """Runs a kernel whose parameters a, b, ... are arrays."""
+  memory = GlobalMemory()
+  names = "abcdef"[: len(arrays)]
+  addresses = [memory.add_buffer(name, array).address for name, array in zip(names, arrays, strict=True)]
+  params = ", ".join(f".param .u64 .ptr .align 256 {name}" for name in names)
+  run_kernel(make_kernel(body, params, threads), memory, addresses, grid, SHARED, seed)
+
+
+def run_tiles(body: str, seed: int, swizzle: int = 0, load_box=(32, 4)) -> tuple[np.ndarray, np.ndarray]:
+  """Runs a kernel with two tensor maps of int32[4, 32]: a source and a target. Returns both."""
+  memory = GlobalMemory()
+  source, target = np.arange(128, dtype=np.int32).reshape(4, 32), np.full((4, 32), -7, np.int32)
+  maps = [
+    TensorMap(memory.add_buffer(name, array).address, 4, (32, 4), (4, 128), box, swizzle)
+    for name, array, box in (("source", source, load_box), ("target", target, (32, 4)))
+  ]
+  kernel = make_kernel(body, ".param .align 64 .b8 maps[256]")
+  run_kernel(kernel, memory, [maps], (1, 1, 1), SHARED, seed)
+  return source, target
+
+
+def tile_body(
+  *,
+  arrivals: int = 1,
+  size: int = 512,
+  wait: str = WAIT_FIRST,
+  fence: str = "fence.proxy.async.shared::cta;",
+  bar: str = "bar.sync 0;",
+  last: str = "cp.async.bulk.wait_group.read 0;",
+) -> str:
+  """A tile is loaded, changed and stored; each part may be left out."""
+  return ELECT + INIT.format(arrivals=arrivals) + LOAD.format(bytes=size) + wait + ADD + fence + bar + STORE + last
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_tile_is_loaded_changed_and_stored(seed: int):
+  source, target = run_tiles(tile_body(), seed)
+  np.testing.assert_array_equal(target, source + 1)
+
+
+@pytest.mark.parametrize(
+  ("parts", "words"),
+  [
+    ({"wait": ""}, UNWAITED),
+    ({"wait": WAIT.format(parity=1)}, UNWAITED),
+    ({"size": 256}, f"{UNWAITED}|deadlock"),
+    ({"size": 1024}, "(?s)deadlock.*mbarrier.try_wait.*lacks 0 of 1 arrivals and 512 bytes"),
+    ({"arrivals": 2}, "(?s)deadlock.*lacks 1 of 2 arrivals"),
+    ({"fence": ""}, "no fence.proxy.async is between them"),
+    ({"bar": ""}, "nothing orders the two|operation 1 reads; nobody has waited"),
+    ({"last": ""}, "the kernel ends before its bulk copies have read shared memory"),
+    (
+      {"last": "add.s32 %r24, %r24, 1; st.shared.b32 [%r22], %r24; cp.async.bulk.wait_group.read 0;"},
+      "operation 1 reads; nobody has waited|nothing orders the two",
+    ),
+  ],
+  ids=["no_wait", "wrong_parity", "expects_too_few_bytes", "expects_too_many_bytes", "an_arrival_too_few", "no_fence",
+       "no_barrier", "no_wait_at_the_end", "overwritten_while_it_is_stored"],
+)  # fmt: skip
+def test_what_a_tile_may_not_lack(parts: dict, words: str):
+  """A fault is found under any schedule: the order is wrong, whether or not the numbers are."""
+  for seed in SEEDS:
+    with pytest.raises(KernelFault, match=words):
+      run_tiles(tile_body(**parts), seed)
+
+
+def test_an_mbarrier_needs_its_fence():
+  body = tile_body().replace("fence.mbarrier_init.release.cluster;", "")
+  with pytest.raises(KernelFault, match=r"no fence.mbarrier_init followed"):
+    run_tiles(body, 0)
+
+
+def test_swizzled_tiles_lie_where_the_isa_says():
+  """In 8 lines of 128 bytes, chunk j of line i lies at j ^ i; of 64 bytes, at j ^ (i / 2); of 32, at j ^ (i / 4)."""
+  for swizzle, divisor in ((128, 1), (64, 2), (32, 4)):
+    lines, chunks = np.arange(16)[:, None], np.arange(swizzle // 16)[None, :]
+    placed = swizzle_offsets(lines * swizzle + chunks * 16, swizzle)
+    np.testing.assert_array_equal(placed, lines * swizzle + (chunks ^ (lines // divisor % (swizzle // 16))) * 16)
+
+
+def test_a_swizzled_tile_is_not_read_as_a_plain_one():
+  _, target = run_tiles(tile_body(), 0, swizzle=128)
+  np.testing.assert_array_equal(target, np.arange(128).reshape(4, 32) + 1)  # the same places for both copies
+  body = tile_body().replace("ld.shared.b32 %r23, [%r22];", "ld.shared.b32 %r23, [%r22]; add.s32 %r23, %r23, %r20;")
+  _, target = run_tiles(body, 0, swizzle=128)
+  assert (target != 2 * np.arange(128).reshape(4, 32) + 1).any()
+  _, target = run_tiles(body, 0)
+  np.testing.assert_array_equal(target, 2 * np.arange(128).reshape(4, 32) + 1)
+
+
+def test_parts_of_a_box_outside_of_the_tensor_are_zeros_and_count():
+  memory = GlobalMemory()
+  tensor = TensorMap(memory.add_buffer("x", np.ones((4, 32), np.int32)).address, 4, (32, 4), (4, 128), (32, 8))
+  addresses, inside = tensor.locate_box((0, -2))
+  assert tensor.box_bytes == 1024 and inside.reshape(8, 32).any(1).tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+  assert addresses.reshape(8, 32)[2, 0] == tensor.address
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"address": 8}, "address 0x8 is no multiple of 16"),
+    ({"strides": (4, 12)}, "no multiples of 16"),
+    ({"box": (32, 300)}, "exceeds 256"),
+    ({"box": (3, 1)}, "a line of the box has 12 bytes"),
+    ({"swizzle": 32}, "more than its swizzle of 32"),
+  ],
+)
+def test_a_tensor_map_that_the_driver_refuses(change: dict, words: str):
+  with pytest.raises(AccessError, match=words):
+    TensorMap(**({"address": 0, "itemsize": 4, "sizes": (32, 4), "strides": (4, 128), "box": (32, 4)} | change))
+
+
+SUM = """
+  ld.param.b64 %rd1, [a];
+  ld.param.b64 %rd2, [b];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd3, %r1, 4;
+  add.s64 %rd4, %rd1, %rd3;
+  add.s64 %rd5, %rd2, %rd3;
+  ld.global.b32 %r2, [%rd4];
+  mov.b32 %r3, 0;
+$LOOP:
+  setp.ge.s32 %p1, %r3, %r2;
+  @%p1 bra $END;
+  add.s32 %r3, %r3, 3;
+  bra.uni $LOOP;
+$END:
+  st.global.b32 [%rd5], %r3;
+"""
+
+
+def test_lanes_that_part_meet_again():
+  a, b = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
+  run(SUM, [a, b], threads=64)
+  np.testing.assert_array_equal(b, -(-a // 3) * 3)
+
+
+def test_an_access_outside_of_a_buffer_names_it():
+  with pytest.raises(KernelFault, match=r"line \d+: ld.global.b32 .*: 4 bytes at offset 128 of a, which has 128"):
+    run(SUM, [np.zeros(32, np.int32), np.zeros(64, np.int32)], threads=64)
+
+
+def test_blocks_that_write_the_same_bytes_are_noticed():
+  with pytest.raises(KernelFault, match="b: block . meets bytes that block . has written"):
+    run(SUM, [np.zeros(32, np.int32), np.zeros(32, np.int32)], threads=32, grid=(2, 1, 1))
+
+
+SHARE = """
+  ld.param.b64 %rd2, [a];
+  mov.b64 %rd1, shmem;
+  cvt.u32.u64 %r1, %rd1;
+  mov.u32 %r2, %tid.x;
+  shl.b32 %r3, %r2, 2;
+  add.s32 %r4, %r1, %r3;
+  st.shared.b32 [%r4], %r2;
+  {barrier}
+  xor.b32 %r5, %r3, 256;
+  add.s32 %r6, %r1, %r5;
+  ld.shared.b32 %r7, [%r6];
+  cvt.u64.u32 %rd3, %r3;
+  add.s64 %rd4, %rd2, %rd3;
+  st.global.b32 [%rd4], %r7;
+"""
+
+
+def test_warps_exchange_numbers_behind_a_barrier():
+  for seed in SEEDS:
+    out = np.zeros(128, np.int32)
+    run(SHARE.format(barrier="bar.sync 0;"), [out], seed)
+    np.testing.assert_array_equal(out, np.arange(128) ^ 64)
+    with pytest.raises(KernelFault, match="nothing orders the two"):
+      run(SHARE.format(barrier=""), [out], seed)
+
+
+def test_a_barrier_that_not_all_reach_is_a_deadlock_with_both_sides():
+  body = SHARE.format(barrier="setp.lt.u32 %p1, %r2, 64; @%p1 bra $SKIP; bar.sync 0; $SKIP: bar.sync 1;")
+  with pytest.raises(KernelFault, match=r"(?s)deadlock.*barrier 1 has 64 of 128 threads.*barrier 0 has 64 of 128"):
+    run(body, [np.zeros(128, np.int32)])
+
+
+def test_an_unknown_instruction_stops_it_before_anything_runs():
+  out = np.zeros(128, np.int32)
+  with pytest.raises(PtxError, match=r"line \d+: the emulator does not know dp4a"):
+    run(SHARE.format(barrier="bar.sync 0;") + "dp4a.s32.s32 %r1, %r2, %r3, %r4;", [out])
+  assert not out.any()
+
+
+def test_a_register_that_nothing_wrote_is_an_error():
+  with pytest.raises(KernelFault, match="register %r9 is read before it is written"):
+    run("add.s32 %r1, %r9, 1;", [np.zeros(4, np.int32)])
+
+
+def test_floats_are_those_of_the_isa():
+  values = np.array([1.0, -2.5, np.nan, np.inf, 3.0e38, 1e-3, 0.3, 1.00390625], np.float32)
+  found = bf16_to_f32(f32_to_bf16(values))
+  np.testing.assert_array_equal(found[[0, 1, 3, 7]], [1.0, -2.5, np.inf, 1.0])  # 1 + 1/256 is a tie: to even
+  assert np.isnan(found[2]) and abs(found[6] - 0.3) <= 0.3 * 2**-8
+
+
+# Products of bf16[64, 64] by wgmma: both operands come by TMA, swizzled by 128 bytes.
+_DESCRIPTOR = 1 << 62 | 64 << 32  # swizzle of 128 bytes, 1024 bytes between groups of 8 lines
+_SUMS = [f"%r{100 + number}" for number in range(32)]
+
+
+def multiply_body(
+  transposed: bool,
+  fence: str = "wgmma.fence.sync.aligned;",
+  wait: str = "wgmma.wait_group.sync.aligned 0;",
+) -> str:
+  """A product of m64n64k64. Args: transposed: B is [K, N] instead of [N, K]."""
+  step = (32, 16 * 128 if transposed else 32)  # bytes from one part of the sum to the next
+  parts = []
+  for part in range(4):
+    parts.append(f"add.s64 %rd21, %rd20, {part * step[0] >> 4}; add.s64 %rd23, %rd22, {part * step[1] >> 4};")
+    parts.append(
+      f"{{ .reg .pred p; setp.ne.b32 p, {part}, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      f"{{{', '.join(_SUMS)}}}, %rd21, %rd23, p, 1, 1, 0, {int(transposed)}; }}"
+    )
+  stores = [
+    f"st.global.b32 [%rd33+{4 * (8 * (number >> 1 & 1) * 64 + 8 * (number >> 2) + (number & 1))}], {name};"
+    for number, name in enumerate(_SUMS)
+  ]
+  return (
+    ELECT
+    + INIT.format(arrivals=1)
+    + """
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r2], 16384;
+  mov.b64 %rd5, maps;
+  cvta.param.u64 %rd6, %rd5;
+  add.s64 %rd7, %rd6, 128;
+  mov.b32 %r10, 0;
+  add.s32 %r11, %r1, 8192;
+  @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd6, {%r10, %r10}], [%r2];
+  @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r11], [%rd7, {%r10, %r10}], [%r2];
+"""
+    + WAIT.format(parity=0)
+    + "".join(f"mov.b32 {name}, 0;\n" for name in _SUMS)
+    + f"""
+  shr.u32 %r12, %r1, 4; cvt.u64.u32 %rd18, %r12; or.b64 %rd20, %rd18, {_DESCRIPTOR};
+  shr.u32 %r13, %r11, 4; cvt.u64.u32 %rd19, %r13; or.b64 %rd22, %rd19, {_DESCRIPTOR};
+  {fence}
+"""
+    + "\n".join(parts)
+    + f"wgmma.commit_group.sync.aligned;\n{wait}\n"
+    + """
+  ld.param.b64 %rd30, [out];
+  mov.u32 %r40, %tid.x;
+  shr.u32 %r41, %r40, 5; shl.b32 %r42, %r41, 4;
+  bfe.u32 %r43, %r40, 2, 3; add.s32 %r44, %r42, %r43; shl.b32 %r45, %r44, 6;
+  and.b32 %r46, %r40, 3; shl.b32 %r47, %r46, 1; add.s32 %r48, %r45, %r47;
+  mul.wide.u32 %rd31, %r48, 4; add.s64 %rd33, %rd30, %rd31;
+"""
+    + "\n".join(stores)
+  )
+
+
+def run_product(body: str, b_box: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns A and the kernel's product. Args: b_box: uint16[64, 64] as it lies in memory."""
+  memory, out = GlobalMemory(), np.zeros((64, 64), np.float32)
+  a = f32_to_bf16(np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32))
+  maps = [
+    TensorMap(memory.add_buffer(name, array).address, 2, (64, 64), (2, 128), (64, 64), 128)
+    for name, array in (("a", a), ("b", b_box))
+  ]
+  kernel = make_kernel(body, ".param .u64 .ptr .align 256 out, .param .align 64 .b8 maps[256]")
+  run_kernel(kernel, memory, [memory.add_buffer("out", out).address, maps], (1, 1, 1), SHARED, seed)
+  return bf16_to_f32(a), out
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_of_swizzled_operands(transposed: bool):
+  b = f32_to_bf16(np.random.default_rng(2).standard_normal((64, 64)).astype(np.float32))
+  for seed in range(4):
+    a, out = run_product(multiply_body(transposed), b, seed)
+    wanted = a @ (bf16_to_f32(b) if transposed else bf16_to_f32(b).T)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("parts", "words"),
+  [
+    ({"fence": ""}, "was written; wgmma.fence comes first"),
+    ({"wait": ""}, "is used while a wgmma runs; wgmma.wait_group comes first"),
+    ({"wait": "wgmma.wait_group.sync.aligned 1;"}, "is used while a wgmma runs; wgmma.wait_group comes first"),
+  ],
+  ids=["no_fence", "no_wait", "waits_for_too_little"],
+)
+def test_what_a_product_may_not_lack(parts: dict, words: str):
+  with pytest.raises(KernelFault, match=words):
+    run_product(multiply_body(False, **parts), np.zeros((64, 64), np.uint16), 0)

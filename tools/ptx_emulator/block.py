@@ -1,0 +1,337 @@
+"""Runs a block of a kernel: warps in an adversarial order, barriers, and asynchronous operations. Knows no opcodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+
+import numpy as np
+
+from tools.ptx_emulator.clocks import Agent, Knowledge, Shadow
+from tools.ptx_emulator.memory import AccessError, GlobalMemory, SharedMemory
+from tools.ptx_emulator.reader import PtxInstruction
+from tools.ptx_emulator.tensor_map import TensorMap
+
+LANES = 32
+_BURST = 24  # most instructions of a warp before another one may run
+_MOST_TRANSACTIONS = (1 << 20) - 1  # bytes that an mbarrier counts
+
+
+class KernelFault(Exception):
+  """What a GPU would do wrong, or leave undefined. Names the instruction."""
+
+
+class Waiting(Exception):
+  """Raised by an instruction that cannot go on yet. It runs again later."""
+
+  def __init__(self, reason: str):
+    super().__init__(reason)
+    self.reason = reason
+
+
+@dataclasses.dataclass
+class Group:
+  """Lanes of a warp at the same instruction.
+
+  Attributes:
+    pc: index of the instruction.
+    mask: bool[32].
+    waits_for: why it does not go on; "": it does.
+  """
+
+  pc: int
+  mask: np.ndarray
+  waits_for: str = ""
+
+
+@dataclasses.dataclass
+class MemoryBarrier:
+  """An mbarrier (PTX ISA, "mbarrier").
+
+  Attributes:
+    count: arrivals of a phase.
+    pending: arrivals that the phase still lacks.
+    transactions: bytes that the phase still lacks.
+    phase: number of the phase; its parity is what waits name.
+    arrived: what those know that have arrived in this phase.
+    completed: what a waiter learns.
+    maker: the warp that initialized it.
+    is_fenced: others, and the asynchronous proxy, see that it is initialized.
+  """
+
+  count: int
+  pending: int
+  arrived: Knowledge
+  completed: Knowledge
+  transactions: int = 0
+  phase: int = 0
+  maker: int = 0
+  is_fenced: bool = False
+
+  def settle(self) -> None:
+    """Completes the phase if nothing is pending."""
+    if self.pending < 0:
+      raise AccessError(f"mbarrier: more than {self.count} arrivals in phase {self.phase}")
+    if abs(self.transactions) > _MOST_TRANSACTIONS:
+      raise AccessError(f"mbarrier: {self.transactions} bytes pending; the limit is {_MOST_TRANSACTIONS}")
+    if self.pending == 0 and self.transactions == 0:
+      self.phase += 1
+      self.pending = self.count
+      self.completed.join(self.arrived)
+
+
+@dataclasses.dataclass
+class NamedBarrier:
+  """bar.sync's. Attributes: arrived: warp -> threads. passed: warps that may leave -> what they learn."""
+
+  threads: int
+  arrived: dict[int, int]
+  knowledge: Knowledge
+  passed: dict[int, Knowledge] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Operation:
+  """An asynchronous operation.
+
+  Attributes:
+    number: its bit in Knowledge.operations.
+    run: moves the data.
+    text: of the instruction.
+    after: an operation that comes first; None: none.
+    is_done: whether it has run.
+  """
+
+  number: int
+  run: Callable[[], None]
+  text: str
+  after: Operation | None = None
+  is_done: bool = False
+
+
+class Warp:
+  """32 threads.
+
+  Attributes:
+    number: in the block.
+    registers: by name: uint16, uint32 or uint64[32]; bool[32] for predicates.
+    groups: of lanes that have not ended.
+    agent: of the warp.
+    uncommitted, committed: bulk operations without a group, and the groups (cp.async.bulk.commit_group).
+    matrices: wgmma operations: uncommitted, and groups.
+    latest_matrix: the wgmma operation begun last.
+    locked: registers that a wgmma operation uses -> that operation.
+    dirty: registers written since the last wgmma.fence.
+  """
+
+  def __init__(self, number: int, num_threads: int, num_warps: int):
+    self.number = number
+    self.registers: dict[str, np.ndarray] = {}
+    mask = np.arange(LANES) + number * LANES < num_threads
+    self.groups = [Group(0, mask)]
+    self.agent = Agent.start(number, num_warps)
+    self.uncommitted: list[Operation] = []
+    self.committed: list[list[Operation]] = []
+    self.matrices: list[Operation] = []
+    self.matrix_groups: list[list[Operation]] = []
+    self.latest_matrix: Operation | None = None
+    self.locked: dict[str, Operation] = {}
+    self.dirty: set[str] = set()
+    self.threads = np.arange(LANES) + number * LANES
+
+  @property
+  def live(self) -> int:
+    """Lanes that have not ended."""
+    return int(sum(group.mask.sum() for group in self.groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelLaunch:
+  """A kernel launch.
+
+  Attributes:
+    memory: global memory.
+    grid: blocks in x, y, z.
+    shared_bytes: dynamic shared memory of a block.
+    maps: tensor maps by address.
+  """
+
+  memory: GlobalMemory
+  grid: tuple[int, int, int]
+  shared_bytes: int
+  maps: Mapping[int, TensorMap]
+
+
+class Block:
+  """One block.
+
+  Attributes:
+    index: in the grid, x, y, z.
+    serial: from 1, for global memory.
+    launch, shared, shadow, warps, barriers: its state; mbarriers by shared address.
+    rng: of the schedule.
+  """
+
+  def __init__(
+    self,
+    launch: KernelLaunch,
+    index: tuple[int, int, int],
+    num_threads: int,
+    rng: np.random.Generator,
+    program: Program,
+  ):
+    self.launch, self.index, self.rng, self.program = launch, index, rng, program
+    x, y, z = index
+    self.serial = 1 + x + launch.grid[0] * (y + launch.grid[1] * z)
+    num_warps = -(-num_threads // LANES)
+    self.num_threads = num_threads
+    self.shared = SharedMemory(launch.shared_bytes, rng)
+    self.shadow = Shadow(launch.shared_bytes, num_warps)
+    self.warps = [Warp(number, num_threads, num_warps) for number in range(num_warps)]
+    self.barriers: dict[int, MemoryBarrier] = {}
+    self.named: dict[int, NamedBarrier] = {}
+    self._meetings: dict[tuple[int, int], set[int]] = {}  # (first warp, pc) -> warps that have come
+    self._met: dict[tuple[int, int], set[int]] = {}  # the same -> warps that may leave
+    self._operations: list[Operation] = []
+    self._num_operations = 0
+    self.num_steps = 0
+
+  def begin_operation(self, run: Callable[[], None], text: str, after: Operation | None = None) -> Operation:
+    """Starts an asynchronous operation, which runs at any later time."""
+    operation = Operation(self._num_operations, run, text, after)
+    self._num_operations += 1
+    self._operations.append(operation)
+    return operation
+
+  def next_operation(self) -> int:
+    """Returns the number that the next operation will have."""
+    return self._num_operations
+
+  def finish_operation(self, operation: Operation) -> None:
+    """Runs an operation, and those before it, now."""
+    if operation.is_done:
+      return
+    if operation.after is not None:
+      self.finish_operation(operation.after)
+    operation.is_done = True
+    self._operations.remove(operation)
+    try:
+      operation.run()
+    except (AccessError, ValueError) as error:
+      raise KernelFault(f"block {self.index}: {operation.text}: {error}") from error
+
+  def meet(self, warp: Warp, group: Group, count: int) -> bool:
+    """Waits until `count` neighboring warps are at one instruction; returns whether this one came last."""
+    key = warp.number // count * count, group.pc
+    met = self._met.get(key)
+    if met and warp.number in met:
+      met.remove(warp.number)
+      return False
+    come = self._meetings.setdefault(key, set())
+    come.add(warp.number)
+    if len(come) < count:
+      raise Waiting(f"{len(come)} of {count} warps have come")
+    self._met[key] = come - {warp.number}
+    del self._meetings[key]
+    return True
+
+  def check_barrier(self, warp: Warp, address: int, through_async: bool = False) -> None:
+    """Raises KernelFault unless the warp knows that an mbarrier is initialized."""
+    barrier = self.barriers[address]
+    offsets = address - SharedMemory.START + np.arange(8)
+    self.shadow.check_known(warp.agent, offsets)
+    if not barrier.is_fenced and (through_async or barrier.maker != warp.number):
+      raise KernelFault(f"the mbarrier at {address:#x} was initialized, but no fence.mbarrier_init followed")
+
+  def fence_barriers(self, warp: Warp) -> None:
+    """fence.mbarrier_init, or a stronger fence."""
+    for barrier in self.barriers.values():
+      barrier.is_fenced |= barrier.maker == warp.number
+
+  def forget_known_reads(self) -> None:
+    """Drops what no access can conflict with any more."""
+    known = -1
+    for warp in self.warps:
+      known &= warp.agent.knowledge.operations
+    self.shadow.forget_reads(known)
+
+  def run(self) -> None:
+    """Runs the block to its end. Raises KernelFault."""
+    rng = self.rng
+    while True:
+      live = [warp for warp in self.warps if warp.groups]
+      if not live and not self._operations:
+        return
+      progress = False
+      if self._operations and (not live or rng.random() < 0.3):
+        self.finish_operation(self._operations[rng.integers(len(self._operations))])
+        progress = True
+      for warp in rng.permutation(np.array(live, object)) if live else ():
+        if self._run_warp(warp, int(rng.integers(1, _BURST))):
+          progress = True
+          break
+      if not progress:
+        if not self._operations:
+          raise KernelFault(self._describe_deadlock(live))
+        self.finish_operation(self._operations[rng.integers(len(self._operations))])
+
+  def _run_warp(self, warp: Warp, count: int) -> bool:
+    """Runs at most `count` instructions; returns whether any ran."""
+    ran = False
+    for _ in range(count):
+      groups = sorted(warp.groups, key=lambda group: group.pc)
+      for group in groups:
+        if self._step(warp, group):
+          ran = True
+          break
+      else:
+        return ran
+      if not warp.groups:
+        return True
+    return ran
+
+  def _step(self, warp: Warp, group: Group) -> bool:
+    """Runs the next instruction of a group; returns whether it went on."""
+    instruction, execute = self.program[group.pc]
+    try:
+      execute(self, warp, group)
+    except Waiting as waiting:
+      group.waits_for = waiting.reason
+      return False
+    except KernelFault:
+      raise
+    except Exception as error:
+      raise KernelFault(
+        f"block {self.index}, warp {warp.number}, line {instruction.line}: {instruction.text[:200]}: {error}"
+      ) from error
+    group.waits_for = ""
+    self.num_steps += 1
+    if len(warp.groups) > 1:
+      self._merge(warp)
+    return True
+
+  def _merge(self, warp: Warp) -> None:
+    by_pc: dict[int, Group] = {}
+    for group in warp.groups:
+      if not group.mask.any():
+        continue
+      if group.pc in by_pc:
+        by_pc[group.pc].mask = by_pc[group.pc].mask | group.mask
+      else:
+        by_pc[group.pc] = group
+    warp.groups = list(by_pc.values())
+
+  def _describe_deadlock(self, live: list[Warp]) -> str:
+    lines = [f"block {self.index}: deadlock; nothing is under way that could end it"]
+    for warp in live:
+      for group in warp.groups:
+        instruction, _ = self.program[group.pc]
+        lines.append(
+          f"  warp {warp.number}, {int(group.mask.sum())} lanes, line {instruction.line}: {instruction.text[:120]}: "
+          f"{group.waits_for}"
+        )
+    return "\n".join(lines)
+
+
+Execute = Callable[[Block, Warp, Group], None]
+Program = list[tuple[PtxInstruction, Execute]]

@@ -1,0 +1,159 @@
+"""Knows which accesses to shared memory are ordered. May not know instructions.
+
+Warps have vector clocks (Fidge and Mattern). An asynchronous operation, such as a copy by TMA, is an event of its own:
+others know it when they have waited for it. Writes through the generic proxy are visible to the asynchronous proxy only
+behind a fence.proxy.async that a path of synchronization passes (PTX ISA, memory consistency model, proxies). So each
+warp has a second clock, `published`: the writes that such a fence has made visible.
+
+Lanes of one warp are one agent: an exchange between lanes without __syncwarp goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+ASYNC = -2  # in place of a warp: an asynchronous operation
+NOBODY = -1
+
+
+class OrderError(Exception):
+  """Two accesses that nothing orders."""
+
+
+@dataclasses.dataclass
+class Knowledge:
+  """What an agent, or a synchronization object, knows to have happened.
+
+  Attributes:
+    clock: int64[warps], the latest epoch of each warp.
+    published: int64[warps], the latest epoch whose writes the asynchronous proxy sees.
+    operations: bit set of completed asynchronous operations.
+  """
+
+  clock: np.ndarray
+  published: np.ndarray
+  operations: int = 0
+
+  @classmethod
+  def nothing(cls, num_warps: int) -> Knowledge:
+    return cls(np.zeros(num_warps, np.int64), np.zeros(num_warps, np.int64))
+
+  def join(self, other: Knowledge) -> None:
+    """Adds what the other knows."""
+    np.maximum(self.clock, other.clock, out=self.clock)
+    np.maximum(self.published, other.published, out=self.published)
+    self.operations |= other.operations
+
+  def copy(self) -> Knowledge:
+    return Knowledge(self.clock.copy(), self.published.copy(), self.operations)
+
+
+@dataclasses.dataclass
+class Agent:
+  """A warp, for ordering.
+
+  Attributes:
+    number: in its block.
+    knowledge: of the warp; clock[number] is its own epoch.
+  """
+
+  number: int
+  knowledge: Knowledge
+
+  @classmethod
+  def start(cls, number: int, num_warps: int) -> Agent:
+    agent = cls(number, Knowledge.nothing(num_warps))
+    agent.knowledge.clock[number] = 1
+    return agent
+
+  @property
+  def epoch(self) -> int:
+    return int(self.knowledge.clock[self.number])
+
+  def release_to(self, target: Knowledge) -> None:
+    """Hands its knowledge on; later accesses are of a new epoch."""
+    target.join(self.knowledge)
+    self.knowledge.clock[self.number] += 1
+
+  def publish(self) -> None:
+    """fence.proxy.async: the asynchronous proxy sees all writes that the warp knows."""
+    np.maximum(self.knowledge.published, self.knowledge.clock, out=self.knowledge.published)
+    self.knowledge.clock[self.number] += 1
+
+
+class Shadow:
+  """The latest accesses of each byte of a block's shared memory."""
+
+  def __init__(self, size: int, num_warps: int):
+    self._writer = np.full(size, NOBODY, np.int16)
+    self._written = np.zeros(size, np.int64)  # epoch of the warp, or number of the operation
+    self._read = np.zeros((num_warps, size), np.int64)
+    self._readers: list[tuple[int, np.ndarray]] = []  # operations that read, and where
+
+  def note_read(self, agent: Agent, bytes_: np.ndarray) -> None:
+    """Checks and notes a warp's read. Args: bytes_: offsets."""
+    self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "reads")
+    self._read[agent.number, bytes_] = agent.epoch
+
+  def note_write(self, agent: Agent, bytes_: np.ndarray) -> None:
+    """Checks and notes a warp's write."""
+    self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "overwrites")
+    self._check_readers(agent.knowledge, bytes_)
+    self._writer[bytes_], self._written[bytes_] = agent.number, agent.epoch
+
+  def check_known(self, agent: Agent, bytes_: np.ndarray) -> None:
+    """Checks that the warp knows the latest writes."""
+    self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "uses")
+
+  def begin_async_read(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
+    """Checks and notes that an asynchronous operation will read. Args: issuer: what its warps know."""
+    self._check_writers(issuer, issuer.published, bytes_, "reads through the asynchronous proxy")
+    self._readers.append((operation, bytes_))
+
+  def begin_async_write(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
+    """Checks and notes that an asynchronous operation will write."""
+    self._check_writers(issuer, issuer.published, bytes_, "overwrites through the asynchronous proxy")
+    self._check_readers(issuer, bytes_)
+    self._writer[bytes_], self._written[bytes_] = ASYNC, operation
+
+  def forget_reads(self, known: int) -> None:
+    """Drops reads of operations that every warp knows. Args: known: bit set."""
+    self._readers = [(operation, where) for operation, where in self._readers if not known >> operation & 1]
+
+  def _check_writers(self, knows: Knowledge, visible: np.ndarray, bytes_: np.ndarray, does: str) -> None:
+    writer, written = self._writer[bytes_], self._written[bytes_]
+    by_warp = writer >= 0
+    late = by_warp & (written > visible[np.where(by_warp, writer, 0)])
+    if late.any():
+      where = int(np.flatnonzero(late.reshape(-1))[0])
+      byte, warp = int(bytes_.reshape(-1)[where]), int(writer.reshape(-1)[where])
+      ordered = int(written.reshape(-1)[where]) <= knows.clock[warp]
+      raise OrderError(
+        f"{does} byte {byte} of shared memory, which warp {warp} wrote; "
+        + ("no fence.proxy.async is between them" if ordered else "nothing orders the two")
+      )
+    by_async = writer == ASYNC
+    if by_async.any():
+      for operation in np.unique(written[by_async]):
+        if not knows.operations >> int(operation) & 1:
+          byte = int(bytes_[by_async & (written == operation)].reshape(-1)[0])
+          raise OrderError(
+            f"{does} byte {byte} of shared memory, which asynchronous operation {operation} writes; nobody has waited"
+          )
+
+  def _check_readers(self, knows: Knowledge, bytes_: np.ndarray) -> None:
+    late = self._read[:, bytes_.reshape(-1)] > knows.clock[:, None]
+    if late.any():
+      warp, where = (int(each[0]) for each in np.nonzero(late))
+      raise OrderError(
+        f"overwrites byte {int(bytes_.reshape(-1)[where])} of shared memory, which warp {warp} reads; "
+        "nothing orders the two"
+      )
+    for operation, where in self._readers:
+      if not knows.operations >> operation & 1 and np.intersect1d(where, bytes_).size:
+        raise OrderError(
+          f"overwrites byte {int(np.intersect1d(where, bytes_)[0])} of shared memory, which asynchronous operation "
+          f"{operation} reads; nobody has waited"
+        )

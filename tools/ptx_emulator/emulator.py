@@ -1,0 +1,99 @@
+"""Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
+
+What it does not model: several blocks at once (they run one after another, and may not touch each other's writes),
+clusters, caches, weak order between warps in global memory, local memory, and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import math
+
+import numpy as np
+
+from tools.ptx_emulator import asynchronous, operations
+from tools.ptx_emulator.block import Block, KernelFault, KernelLaunch, Program
+from tools.ptx_emulator.memory import GlobalMemory
+from tools.ptx_emulator.reader import Kernel, PtxError
+from tools.ptx_emulator.tensor_map import MAP_BYTES, TensorMap
+
+Argument = np.ndarray | Sequence[TensorMap]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a launch did. Attributes: steps: instructions of warps."""
+
+  steps: int
+
+
+def run_kernel(
+  kernel: Kernel,
+  memory: GlobalMemory,
+  arguments: Sequence[int | Sequence[TensorMap]],
+  grid: tuple[int, int, int],
+  shared_bytes: int,
+  seed: int = 0,
+) -> Run:
+  """Runs all blocks of a kernel.
+
+  Args:
+    memory: holds the buffers.
+    arguments: an address, or tensor maps, for each parameter of the kernel.
+    shared_bytes: dynamic shared memory of a block.
+    seed: of the schedule.
+
+  Raises:
+    PtxError: the kernel has an instruction that is not known, or other arguments.
+    KernelFault: the kernel does what is undefined, or never ends.
+  """
+  if len(arguments) != len(kernel.parameters):
+    raise PtxError(f"kernel {kernel.name} has {len(kernel.parameters)} parameters, not {len(arguments)}")
+  values, addresses, maps = {}, {}, {}
+  for number, (parameter, argument) in enumerate(zip(kernel.parameters, arguments, strict=True)):
+    address = addresses[parameter.name] = operations.PARAMETERS + number * operations.PARAMETER_BYTES
+    if isinstance(argument, int):
+      values[parameter.name] = argument
+      continue
+    if parameter.size != MAP_BYTES * len(argument):
+      raise PtxError(f"parameter {parameter.name} has {parameter.size} bytes, not {len(argument)} tensor maps")
+    maps |= {address + MAP_BYTES * index: tensor for index, tensor in enumerate(argument)}
+  program = translate_kernel(kernel, operations.Context(kernel, values, addresses))
+  launch = KernelLaunch(memory, grid, shared_bytes, maps)
+  rng = np.random.default_rng(seed)
+  steps = 0
+  with np.errstate(all="ignore"):
+    for serial in rng.permutation(math.prod(grid)).tolist():
+      index = serial % grid[0], serial // grid[0] % grid[1], serial // (grid[0] * grid[1])
+      block = Block(launch, index, kernel.threads, rng, program)
+      block.run()
+      steps += block.num_steps
+  return Run(steps)
+
+
+def translate_kernel(kernel: Kernel, context: operations.Context) -> Program:
+  """Returns a function for each instruction. Raises PtxError for one that is not known."""
+  program: Program = []
+  for instruction in kernel.instructions:
+    opcode = instruction.name[0]
+    try:
+      if opcode in operations.CONTROL:
+        execute = operations.CONTROL[opcode](context, instruction)
+      else:
+        translate = operations.TRANSLATORS.get(opcode) or asynchronous.TRANSLATORS.get(opcode)
+        if translate is None:
+          raise PtxError(f"line {instruction.line}: the emulator does not know {opcode}: {instruction.text[:200]}")
+        body = translate(context, instruction)
+        execute = operations.wrap(context, instruction, body, opcode in asynchronous.KEEPS)
+    except PtxError:
+      raise
+    except (KeyError, ValueError, IndexError) as error:
+      raise PtxError(
+        f"line {instruction.line}: the emulator does not know these operands: {instruction.text[:200]}"
+      ) from error
+    program.append((instruction, execute))
+  return program
+
+
+__all__ = ["KernelFault", "Run", "run_kernel", "translate_kernel"]

@@ -1,0 +1,131 @@
+"""Global memory as buffers at addresses, and shared memory of a block. Accesses outside are errors."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+import numpy as np
+
+_FIRST_ADDRESS = 0x7000_0000_0000
+_ALIGNMENT = 256  # as cudaMalloc
+_GAP = 1 << 20  # bytes between buffers, so that an address outside of one is in no other
+
+
+class AccessError(Exception):
+  """An address outside of a buffer, or one that is not aligned."""
+
+
+@dataclasses.dataclass
+class Buffer:
+  """An array in global memory.
+
+  Attributes:
+    name: for errors.
+    address: of its first byte.
+    data: uint8[bytes], a view of the array.
+    owner: int32[bytes]: the block that has written a byte, from 1; 0: none.
+  """
+
+  name: str
+  address: int
+  data: np.ndarray
+  owner: np.ndarray
+
+
+class GlobalMemory:
+  """Buffers of one launch."""
+
+  def __init__(self) -> None:
+    self._buffers: list[Buffer] = []
+    self._starts: list[int] = []
+    self._next = _FIRST_ADDRESS
+
+  def add_buffer(self, name: str, array: np.ndarray) -> Buffer:
+    """Gives an array addresses. Kernels read and write the array itself. Args: array: C-contiguous."""
+    assert array.flags.c_contiguous, name
+    data = array.reshape(-1).view(np.uint8)
+    buffer = Buffer(name, self._next, data, np.zeros(data.size, np.int32))
+    self._buffers.append(buffer)
+    self._starts.append(self._next)
+    self._next += -(-data.size // _ALIGNMENT) * _ALIGNMENT + _GAP
+    return buffer
+
+  def find(self, address: int, size: int, over: int = 0) -> tuple[Buffer, int]:
+    """Returns the buffer that holds `size` bytes at `address`, and the offset in it. Raises AccessError.
+
+    Args: over: bytes that may lie behind the buffer's end.
+    """
+    index = bisect.bisect_right(self._starts, address) - 1
+    if index >= 0:
+      buffer = self._buffers[index]
+      offset = address - buffer.address
+      if offset + size - over <= buffer.data.size:
+        return buffer, offset
+      if offset < buffer.data.size + _GAP // 2:
+        raise AccessError(f"{size} bytes at offset {offset} of {buffer.name}, which has {buffer.data.size}")
+    raise AccessError(f"address {address:#x} is in no buffer")
+
+  def read(self, addresses: np.ndarray, size: int, block: int) -> np.ndarray:
+    """Returns uint8[n, size].
+
+    A vector may reach over the end of a buffer, as LLVM widens loads where alignment makes that harmless; what is
+    behind the end is 0xFF.
+
+    Args: addresses: uint64[n], multiples of size. block: that reads, from 1.
+    """
+    found = np.full((len(addresses), size), 0xFF, np.uint8)
+    for lane, address in enumerate(addresses.tolist()):
+      buffer, offset = self._take(address, size, over=size - 1 if size > 4 else 0)
+      rest = buffer.data[offset : offset + size]
+      self.check_owner(buffer, slice(offset, offset + size), block)
+      found[lane, : len(rest)] = rest
+    return found
+
+  def write(self, addresses: np.ndarray, values: np.ndarray, block: int) -> None:
+    """Writes uint8[n, size] at addresses. Args: block: that writes, from 1."""
+    size = values.shape[1]
+    for address, value in zip(addresses.tolist(), values, strict=True):
+      buffer, offset = self._take(address, size)
+      where = slice(offset, offset + size)
+      self.check_owner(buffer, where, block)
+      buffer.data[where], buffer.owner[where] = value, block
+
+  def check_owner(self, buffer: Buffer, where: slice | np.ndarray, block: int) -> None:
+    """Raises AccessError if another block of this launch has written there: blocks run in any order."""
+    owner = buffer.owner[where]
+    others = owner[(owner != 0) & (owner != block)]
+    if others.size:
+      raise AccessError(f"{buffer.name}: block {block - 1} meets bytes that block {int(others[0]) - 1} has written")
+
+  def _take(self, address: int, size: int, over: int = 0) -> tuple[Buffer, int]:
+    if address % size:
+      raise AccessError(f"address {address:#x} is no multiple of {size}")
+    return self.find(address, size, over)
+
+
+class SharedMemory:
+  """Shared memory of one block.
+
+  Attributes:
+    data: uint8[bytes]; it begins with a pattern, not with zeros.
+  """
+
+  START = 1024  # the address of byte 0: the driver keeps the first KB, and address 0 is then an error
+
+  def __init__(self, size: int, rng: np.random.Generator):
+    self.data = rng.integers(0, 256, size, np.uint8)
+
+  def offsets(self, addresses: np.ndarray, size: int, alignment: int | None = None) -> np.ndarray:
+    """Returns the offsets int64[n, size] of bytes at addresses [n]. Raises AccessError."""
+    starts = addresses.astype(np.int64) - self.START
+    outside = (starts < 0) | (starts + size > self.data.size)
+    if outside.any():
+      address = int(addresses[outside][0])
+      raise AccessError(
+        f"{size} bytes at shared address {address:#x}: the block has {self.data.size} from {self.START:#x}"
+      )
+    wrong = addresses.astype(np.int64) % (alignment or size) != 0
+    if wrong.any():
+      raise AccessError(f"shared address {int(addresses[wrong][0]):#x} is no multiple of {alignment or size}")
+    return starts[:, None] + np.arange(size)

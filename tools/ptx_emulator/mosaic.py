@@ -1,0 +1,302 @@
+"""Runs Pallas kernels for Mosaic GPU on a CPU: compiles each for a GPU that is not here, and emulates its PTX.
+
+`emulate_kernels` gives the kernels' primitive a lowering for CPUs. So whole programs run, with XLA's part compiled for
+the CPU. Needs the packages of requirements-device.lock. Reads private parts of JAX 0.11: the module that Mosaic GPU
+lowers says which arrays and tensor maps a kernel gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import tempfile
+import threading
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+from jax.sharding import SingleDeviceSharding
+import numpy as np
+
+from tools.check_device import targets
+from tools.ptx_emulator.block import KernelFault
+from tools.ptx_emulator.emulator import run_kernel
+from tools.ptx_emulator.memory import GlobalMemory
+from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
+from tools.ptx_emulator.tensor_map import TensorMap
+
+_compiling = threading.Lock()  # what Mosaic GPU dumps goes to one place a process
+# Operations without an effect.
+_PURE = ("memref.", "arith.", "builtin.", "llvm.getelementptr", "llvm.inttoptr", "index.")
+
+
+@dataclasses.dataclass(frozen=True)
+class MapSpec:
+  """A tensor map before its array has an address; fields as of TensorMap, dimensions with the innermost last.
+
+  Attributes:
+    argument: number of the kernel's array.
+    offset: elements from its start.
+  """
+
+  argument: int
+  offset: int
+  shape: tuple[int, ...]
+  strides: tuple[int, ...]
+  box: tuple[int, ...]
+  swizzle: int
+  itemsize: int
+
+  def place(self, address: int) -> TensorMap:
+    """Returns the map of an array at an address."""
+    size = self.itemsize
+    return TensorMap(
+      address + self.offset * size,
+      size,
+      self.shape[::-1],
+      tuple(stride * size for stride in self.strides[::-1]),
+      self.box[::-1],
+      self.swizzle,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+  """A kernel and how it is launched.
+
+  Attributes:
+    kernel: its PTX.
+    grid: blocks.
+    shared_bytes: of dynamic shared memory.
+    pointers: the arrays of the leading parameters.
+    maps: of the last parameter; () if there is none.
+  """
+
+  kernel: Kernel
+  grid: tuple[int, int, int]
+  shared_bytes: int
+  pointers: tuple[int, ...]
+  maps: tuple[MapSpec, ...]
+
+  def run(self, arrays: Sequence[np.ndarray], seed: int) -> None:
+    """Runs the kernel. Args: arrays: all arguments; equal ones share memory. Raises KernelFault."""
+    memory = GlobalMemory()
+    places: dict[int, int] = {}
+    for number, array in enumerate(arrays):
+      if id(array) not in places:
+        places[id(array)] = memory.add_buffer(f"argument {number}", array).address
+    address = [places[id(array)] for array in arrays]
+    arguments: list[int | list[TensorMap]] = [address[number] for number in self.pointers]
+    if self.maps:
+      arguments.append([spec.place(address[spec.argument]) for spec in self.maps])
+    run_kernel(self.kernel, memory, arguments, self.grid, self.shared_bytes, seed)
+
+
+class _Watch:
+  """What Mosaic GPU lowers: tensor maps in the order of the kernel's parameter, and the module."""
+
+  def __init__(self) -> None:
+    self.maps: list[MapSpec] = []
+    self.module: Any = None
+    self.grid: tuple[int, int, int] = (1, 1, 1)
+
+
+@contextlib.contextmanager
+def _watch_lowering() -> Iterator[_Watch]:
+  from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
+  from jax.experimental.mosaic.gpu import launch_context
+  from jax.extend.mlir import ir
+
+  found = _Watch()
+  refs, packed = [], []
+  inside: Any = launch_context
+  describe, pack = inside.memref.extract_strided_metadata, inside.utils.pack_array
+  call, emit = inside.func.call, registration._emit_mosaic_gpu_custom_call
+
+  def watched_describe(ref: Any, *args: Any, **kwargs: Any) -> Any:
+    refs.append(ref)
+    return describe(ref, *args, **kwargs)
+
+  def watched_pack(values: Any) -> Any:
+    packed.append(list(values))
+    return pack(values)
+
+  def watched_call(results: Any, callee: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+    if callee == "mosaic_gpu_init_tma_desc":
+      kind = ir.MemRefType(refs[-1].type)
+      strides, offset = kind.get_strides_and_offset()
+      swizzle = _constant(args[6])
+      found.maps.append(
+        MapSpec(
+          _argument(refs[-1]),
+          offset,
+          tuple(kind.shape),
+          tuple(strides),
+          tuple(_constant(value) for value in packed[-1]),
+          swizzle if swizzle > 16 else 0,
+          _itemsize(kind.element_type),
+        )
+      )
+    return call(results, callee, args, *more, **kwargs)
+
+  def watched_emit(ctx: Any, args: Any, result: Any, *more: Any, **kwargs: Any) -> Any:
+    found.module, found.grid = result.module, tuple(result.grid)
+    return emit(ctx, args, result, *more, **kwargs)
+
+  with (
+    mock.patch.object(inside.memref, "extract_strided_metadata", watched_describe),
+    mock.patch.object(inside.utils, "pack_array", watched_pack),
+    mock.patch.object(inside.func, "call", watched_call),
+    mock.patch.object(registration, "_emit_mosaic_gpu_custom_call", watched_emit),
+  ):
+    yield found
+
+
+def _constant(value: Any) -> int:
+  from jax.extend.mlir import ir
+
+  return ir.IntegerAttr(value.owner.attributes["value"]).value
+
+
+def _itemsize(kind: Any) -> int:
+  return kind.width // 8
+
+
+def _argument(value: Any) -> int:
+  """Returns the number of the kernel's argument that a reference is a view of."""
+  while "mosaic_gpu.from_kernel_arg_idx" not in value.owner.attributes:
+    value = value.owner.operands[0]
+  from jax.extend.mlir import ir
+
+  return ir.IntegerAttr(value.owner.attributes["mosaic_gpu.from_kernel_arg_idx"]).value
+
+
+def _launch_facts(module: Any) -> tuple[int, tuple[int, ...]]:
+  """Returns the bytes of dynamic shared memory, and the arrays that the kernel has pointers to, in order."""
+  found: list[Any] = []
+
+  def visit(operation: Any) -> None:
+    if operation.name == "gpu.launch":
+      found.append(operation)
+    for region in operation.regions:
+      for block in region.blocks:
+        for each in block.operations:
+          visit(each.operation)
+
+  visit(module.operation)
+  (launch,) = found
+  # Operands: a token, grid, threads, and the dynamic shared memory.
+  shared = _constant(launch.operands[len(launch.operands) - 1])
+  order: list[int] = []
+
+  def uses(operation: Any) -> None:
+    for value in operation.operands if _is_live(operation) else ():
+      owner = value.owner
+      attributes = getattr(owner, "attributes", None)
+      if attributes is not None and "mosaic_gpu.from_kernel_arg_idx" in attributes:
+        number = _argument(value)
+        if number not in order:
+          order.append(number)
+    for region in operation.regions:
+      for block in region.blocks:
+        for each in block.operations:
+          uses(each.operation)
+
+  for region in launch.regions:
+    for block in region.blocks:
+      for each in block.operations:
+        uses(each.operation)
+  return shared, tuple(order)
+
+
+def _is_live(operation: Any) -> bool:
+  """Whether the compilers keep an operation: it has an effect, or a live one needs its result."""
+  name = operation.name
+  if not name.startswith(_PURE) or name == "memref.store":
+    return True
+  return any(_is_live(use.owner) for result in operation.results for use in result.uses)
+
+
+def compile_kernel(avals_in: Sequence[Any], params: Mapping[str, Any]) -> CompiledKernel:
+  """Compiles one kernel for an H200.
+
+  Args: avals_in, params: of its mpmd_map.
+
+  Raises:
+    PtxError: the PTX is not what the emulator reads.
+    ImportError, RuntimeError: the compilers for GPUs are not installed.
+  """
+  from jax._src.pallas.mpmd import mpmd_map_p
+
+  (device,) = targets.devices(targets.TARGETS["h200"])
+  sharding = SingleDeviceSharding(device)
+  shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in avals_in]
+  with _compiling, tempfile.TemporaryDirectory(prefix="sluice-ptx-") as folder:
+    dumps = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": folder}
+    with mock.patch.dict(os.environ, dumps), _watch_lowering() as seen:
+      jax.jit(lambda *args: mpmd_map_p.bind(*args, **params)).lower(*shapes).compile()
+      shared, pointers = _launch_facts(seen.module)
+    texts = sorted(pathlib.Path(folder).glob("*.ptx"))
+    if len(texts) != 1:
+      raise PtxError(f"Mosaic GPU wrote {len(texts)} PTX files for a kernel, not one")
+    (kernel,) = read_kernels(texts[0].read_text("utf-8"))
+  num_pointers = len(kernel.parameters) - bool(seen.maps)
+  if num_pointers != len(pointers):
+    raise PtxError(f"kernel {kernel.name} has {num_pointers} pointers; its module names {pointers}")
+  return CompiledKernel(kernel, seen.grid, shared, pointers, tuple(seen.maps))
+
+
+class Emulation(NamedTuple):
+  """What has been emulated so far; both lists grow.
+
+  Attributes:
+    kernels: those that were compiled.
+    faults: what they did wrong. JAX raises an error of its own that only quotes it.
+  """
+
+  kernels: list[CompiledKernel]
+  faults: list[Exception]
+
+
+def emulate_kernels(seed: int = 0) -> Emulation:
+  """Lowers kernels for Mosaic GPU to the emulator, in all programs for CPUs that this process lowers from now on.
+
+  Args: seed: of the schedules; each call of a kernel has the next one.
+  """
+  from jax._src.interpreters import mlir
+  from jax._src.pallas import mpmd
+
+  compiled, faults = Emulation([], [])
+  seeds = itertools.count(seed)
+
+  def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+    kernel = compile_kernel(ctx.avals_in, params)
+    compiled.append(kernel)
+    aliases = dict(params["input_output_aliases"])
+    outputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
+
+    def run(*inputs: Any) -> list[np.ndarray]:
+      given = [np.array(value, order="C") for value in inputs]
+      made = [np.full(out.shape, _unwritten(out.dtype), out.dtype) for out in outputs]
+      for source, target in aliases.items():
+        made[target] = given[source]
+      try:
+        kernel.run([*given, *made], next(seeds))
+      except (KernelFault, PtxError) as error:
+        faults.append(error)
+        raise
+      return made
+
+    emit = mlir.lower_fun(lambda *values: jax.pure_callback(run, outputs, *values), multiple_results=True)
+    return emit(ctx, *args)
+
+  mlir.register_lowering(mpmd.mpmd_map_p, lower, platform="cpu")
+  return Emulation(compiled, faults)
+
+
+def _unwritten(dtype: Any) -> Any:
+  return np.nan if jax.numpy.issubdtype(dtype, jax.numpy.floating) else -1

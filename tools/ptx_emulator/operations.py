@@ -1,0 +1,602 @@
+"""What each PTX instruction does to a warp. An instruction that is not here stops the emulator before anything runs.
+
+Semantics are those of the PTX ISA 9.0. Each translator makes a function of an instruction. Registers hold unsigned
+arrays of 32 lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import re
+
+import numpy as np
+
+from tools.ptx_emulator.block import LANES, Block, Execute, Group, KernelFault, Waiting, Warp
+from tools.ptx_emulator.matrix import bf16_to_f32, f32_to_bf16
+from tools.ptx_emulator.memory import SharedMemory
+from tools.ptx_emulator.reader import (
+  Address,
+  Immediate,
+  Kernel,
+  Operand,
+  Pair,
+  PtxError,
+  PtxInstruction,
+  Register,
+  Symbol,
+  Vector,
+)
+
+Fetch = Callable[[Block, Warp], np.ndarray]
+Body = Callable[[Block, Warp, Group, np.ndarray], None]
+PARAMETERS = 0x6000_0000_0000  # address of the first parameter
+PARAMETER_BYTES = 1 << 16  # between the addresses of two
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_KINDS: dict[str, type[np.generic]] = {"f32": np.float32, "f64": np.float64}
+for _bits in (8, 16, 32, 64):
+  _KINDS |= {f"u{_bits}": _UNSIGNED[_bits // 8], f"b{_bits}": _UNSIGNED[_bits // 8]}
+  _KINDS[f"s{_bits}"] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[_bits // 8]
+_KINDS["pred"] = np.bool_
+_VECTORS = {"v2": 2, "v4": 4, "v8": 8}
+_LANE = np.arange(LANES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """What operands refer to.
+
+  Attributes:
+    kernel: the kernel.
+    parameters: value (of 8 bytes) of each parameter that is not a block of tensor maps, by name.
+    addresses: address of each parameter, by name.
+  """
+
+  kernel: Kernel
+  parameters: Mapping[str, int]
+  addresses: Mapping[str, int]
+
+  def register_kind(self, name: str) -> type[np.generic]:
+    """Returns the dtype of a register's lanes."""
+    kind = self.kernel.registers.get(name) or self.kernel.registers.get(re.sub(r"\d+$", "", name))
+    if kind is None:
+      raise PtxError(f"register {name} is not declared")
+    if kind == "pred":
+      return np.bool_
+    return _UNSIGNED[np.dtype(_KINDS[kind]).itemsize]
+
+  def fetch(self, operand: Operand, kind: type[np.generic]) -> Fetch:
+    """Returns a function that gives an operand's 32 lanes as `kind`."""
+    if isinstance(operand, Register):
+      name, own = operand.name, self.register_kind(operand.name)
+      if np.dtype(own).itemsize != np.dtype(kind).itemsize or (own is np.bool_) != (kind is np.bool_):
+        raise PtxError(f"register {name} has {np.dtype(own).itemsize} bytes, not {np.dtype(kind).itemsize}")
+
+      def read(block: Block, warp: Warp) -> np.ndarray:
+        value = warp.registers.get(name)
+        if value is None:
+          raise KernelFault(f"register {name} is read before it is written")
+        return value.view(kind)
+
+      return read
+    if isinstance(operand, Immediate):
+      size = np.dtype(kind).itemsize
+      value = operand.value & ((1 << 8 * size) - 1) if kind is not np.bool_ else operand.value
+      lanes = np.full(LANES, value, np.bool_ if kind is np.bool_ else _UNSIGNED[size]).view(kind)
+      return lambda block, warp: lanes
+    if isinstance(operand, Symbol):
+      return self._fetch_symbol(operand.name, kind)
+    raise PtxError(f"operand {operand} has no value")
+
+  def _fetch_symbol(self, name: str, kind: type[np.generic]) -> Fetch:
+    if name in self.kernel.shared:
+      lanes = np.full(LANES, SharedMemory.START, kind)
+      return lambda block, warp: lanes
+    if name in self.addresses:
+      lanes = np.full(LANES, self.addresses[name], kind)
+      return lambda block, warp: lanes
+    axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], -1)
+    if name == "%laneid":
+      return lambda block, warp: _LANE.astype(kind)
+    if name == "%tid.x":
+      return lambda block, warp: warp.threads.astype(kind)
+    if name in ("%tid.y", "%tid.z"):
+      return lambda block, warp: np.zeros(LANES, kind)
+    if name == "%ntid.x":
+      return lambda block, warp: np.full(LANES, block.num_threads, kind)
+    if name[:-1] == "%ctaid.":
+      return lambda block, warp: np.full(LANES, block.index[axis], kind)
+    if name[:-1] == "%nctaid.":
+      return lambda block, warp: np.full(LANES, block.launch.grid[axis], kind)
+    raise PtxError(f"unknown symbol {name}")
+
+  def fetch_address(self, operand: Operand) -> Fetch:
+    """Returns a function that gives the addresses int64[32] of [base + offset]."""
+    if not isinstance(operand, Address):
+      raise PtxError(f"operand {operand} is no address")
+    kind = self.register_kind(operand.base.name) if isinstance(operand.base, Register) else np.uint64
+    base = self.fetch(operand.base, kind)
+    return lambda block, warp: base(block, warp).astype(np.int64) + operand.offset
+
+
+def write(warp: Warp, name: str, values: np.ndarray, mask: np.ndarray) -> None:
+  """Writes lanes of a register. Args: values: [32] of any dtype of the register's size, or bool."""
+  if name == "_":
+    return
+  if values.dtype != np.bool_:
+    values = values.view(_UNSIGNED[values.dtype.itemsize])
+  if not mask.all():
+    before = warp.registers.get(name)
+    values = np.where(mask, values, np.zeros_like(values) if before is None else before)
+  warp.registers[name] = values
+
+
+def names_of(operand: Operand) -> set[str]:
+  """Returns the registers in an operand."""
+  if isinstance(operand, Register):
+    return {operand.name}
+  if isinstance(operand, Pair):
+    return {operand.first.name, operand.second.name}
+  if isinstance(operand, Vector):
+    return {part.name for part in operand.parts if isinstance(part, Register)}
+  if isinstance(operand, Address):
+    parts = (operand.base, *operand.coordinates)
+    return {part.name for part in parts if isinstance(part, Register)}
+  return set()
+
+
+def take_register(operand: Operand) -> str:
+  if not isinstance(operand, Register):
+    raise PtxError(f"operand {operand} is no register")
+  return operand.name
+
+
+def require_whole_warp(warp: Warp, group: Group) -> None:
+  """Waits until all lanes of the warp are here, as .aligned and .sync with all lanes require."""
+  if int(group.mask.sum()) != warp.live:
+    raise Waiting("other lanes of the warp are elsewhere")
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _shift_left(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  bits = a.dtype.itemsize * 8
+  return np.where(b >= bits, a.dtype.type(0), a << np.minimum(b, bits - 1).astype(a.dtype))
+
+
+def _shift_right(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  bits = a.dtype.itemsize * 8
+  shifted = a >> np.minimum(b, bits - 1).astype(a.dtype)
+  return shifted if a.dtype.kind == "i" else np.where(b >= bits, a.dtype.type(0), shifted)
+
+
+def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+  return (a.astype(np.float64) * b + c).astype(np.float32)  # exact product; the sum is rounded twice, to 53 bits first
+
+
+def _quiet_max(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  return np.fmax(a, b)
+
+
+_BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+  "add": np.add,
+  "sub": np.subtract,
+  "and": np.bitwise_and,
+  "or": np.bitwise_or,
+  "xor": np.bitwise_xor,
+  "min": np.fmin,
+  "max": np.fmax,
+  "mul": np.multiply,
+  "div": np.divide,
+}
+_COMPARE = {
+  "eq": np.equal,
+  "ne": np.not_equal,
+  "lt": np.less,
+  "le": np.less_equal,
+  "gt": np.greater,
+  "ge": np.greater_equal,
+}
+_UNARY_FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+  "neg": np.negative,
+  "abs": np.abs,
+  "ex2": np.exp2,
+  "lg2": np.log2,
+  "rcp": np.reciprocal,
+  "sqrt": np.sqrt,
+  "rsqrt": lambda a: 1 / np.sqrt(a),
+}
+_ROUNDING = {"rn", "approx", "ftz", "full", "NaN", "lo"}
+
+
+def _binary(context: Context, instruction: PtxInstruction) -> Body:
+  name, kind = instruction.name[0], instruction.name[-1]
+  modifiers = set(instruction.name[1:-1])
+  if not modifiers <= _ROUNDING or kind not in _KINDS:
+    raise _unknown(instruction)
+  dtype, function = _KINDS[kind], _BINARY[name]
+  if "NaN" in modifiers:
+    function = {"max": np.maximum, "min": np.minimum}[name]
+  target = take_register(instruction.operands[0])
+  a, b = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
+  return lambda block, warp, group, mask: write(warp, target, function(a(block, warp), b(block, warp)), mask)
+
+
+def _ternary(context: Context, instruction: PtxInstruction) -> Body:
+  dtype = _KINDS[instruction.name[-1]]
+  if not set(instruction.name[1:-1]) <= _ROUNDING:
+    raise _unknown(instruction)
+  target = take_register(instruction.operands[0])
+  a, b, c = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
+  function = _fused if dtype is np.float32 else lambda x, y, z: x * y + z
+  return lambda block, warp, group, mask: write(
+    warp, target, function(a(block, warp), b(block, warp), c(block, warp)), mask
+  )
+
+
+def _mul(context: Context, instruction: PtxInstruction) -> Body:
+  if instruction.name[1:-1] == ("hi",):
+    return _mul_high(context, instruction)
+  if "wide" not in instruction.name:
+    return _binary(context, instruction)
+  kind = _KINDS[instruction.name[-1]]
+  wide = _KINDS[f"{instruction.name[-1][0]}{np.dtype(kind).itemsize * 16}"]
+  target = take_register(instruction.operands[0])
+  a, b = (context.fetch(operand, kind) for operand in instruction.operands[1:])
+  return lambda block, warp, group, mask: write(
+    warp, target, np.multiply(a(block, warp).astype(wide), b(block, warp).astype(wide)), mask
+  )
+
+
+def _mul_high(context: Context, instruction: PtxInstruction) -> Body:
+  kind = _KINDS[instruction.name[-1]]
+  bits = np.dtype(kind).itemsize * 8
+  if bits != 32:
+    raise _unknown(instruction)
+  wide = _KINDS[f"{instruction.name[-1][0]}64"]
+  target = take_register(instruction.operands[0])
+  a, b = (context.fetch(operand, kind) for operand in instruction.operands[1:])
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    product = np.multiply(a(block, warp).astype(wide), b(block, warp).astype(wide))
+    write(warp, target, (product >> bits).astype(kind), mask)
+
+  return run
+
+
+def _unary_float(context: Context, instruction: PtxInstruction) -> Body:
+  kind = instruction.name[-1]
+  if not set(instruction.name[1:-1]) <= _ROUNDING or kind not in _KINDS:
+    raise _unknown(instruction)
+  function, target = _UNARY_FLOATS[instruction.name[0]], take_register(instruction.operands[0])
+  a = context.fetch(instruction.operands[1], _KINDS[kind])
+  if kind[0] == "f":
+    return lambda block, warp, group, mask: write(warp, target, function(a(block, warp)).astype(np.float32), mask)
+  return lambda block, warp, group, mask: write(warp, target, function(a(block, warp)), mask)
+
+
+def _not(context: Context, instruction: PtxInstruction) -> Body:
+  target = take_register(instruction.operands[0])
+  a = context.fetch(instruction.operands[1], _KINDS[instruction.name[-1]])
+  return lambda block, warp, group, mask: write(warp, target, ~a(block, warp), mask)
+
+
+def _shift(context: Context, instruction: PtxInstruction) -> Body:
+  target = take_register(instruction.operands[0])
+  a = context.fetch(instruction.operands[1], _KINDS[instruction.name[-1]])
+  b = context.fetch(instruction.operands[2], np.uint32)
+  function = _shift_left if instruction.name[0] == "shl" else _shift_right
+  return lambda block, warp, group, mask: write(warp, target, function(a(block, warp), b(block, warp)), mask)
+
+
+def _extract_bits(context: Context, instruction: PtxInstruction) -> Body:
+  kind = _KINDS[instruction.name[-1]]
+  if np.dtype(kind).kind != "u":
+    raise _unknown(instruction)
+  target = take_register(instruction.operands[0])
+  a = context.fetch(instruction.operands[1], kind)
+  start, length = (context.fetch(operand, np.uint32) for operand in instruction.operands[2:])
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    field = _shift_left(np.ones(LANES, kind), length(block, warp)) - kind(1)
+    write(warp, target, _shift_right(a(block, warp), start(block, warp)) & field, mask)
+
+  return run
+
+
+def _compare(context: Context, instruction: PtxInstruction) -> Body:
+  _, how, kind = instruction.name
+  target = take_register(instruction.operands[0])
+  a, b = (context.fetch(operand, _KINDS[kind]) for operand in instruction.operands[1:])
+  function = _COMPARE[how]
+  return lambda block, warp, group, mask: write(warp, target, function(a(block, warp), b(block, warp)), mask)
+
+
+def _select(context: Context, instruction: PtxInstruction) -> Body:
+  target = take_register(instruction.operands[0])
+  a, b = (context.fetch(operand, _KINDS[instruction.name[-1]]) for operand in instruction.operands[1:3])
+  chooses = context.fetch(instruction.operands[3], np.bool_)
+  return lambda block, warp, group, mask: write(
+    warp, target, np.where(chooses(block, warp), a(block, warp), b(block, warp)), mask
+  )
+
+
+def _move(context: Context, instruction: PtxInstruction) -> Body:
+  target, source = instruction.operands
+  kind = _KINDS[instruction.name[-1]]
+  if isinstance(source, Vector):  # {low, high} becomes one register
+    part = _UNSIGNED[np.dtype(kind).itemsize // len(source.parts)]
+    parts, name = [context.fetch(each, part) for each in source.parts], take_register(target)
+
+    def pack(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+      write(warp, name, np.stack([each(block, warp) for each in parts], 1).view(kind).reshape(LANES), mask)
+
+    return pack
+  if isinstance(target, Vector):
+    part = _UNSIGNED[np.dtype(kind).itemsize // len(target.parts)]
+    names, whole = [take_register(each) for each in target.parts], context.fetch(source, kind)
+
+    def unpack(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+      for name, value in zip(names, whole(block, warp).view(part).reshape(LANES, -1).T, strict=True):
+        write(warp, name, np.ascontiguousarray(value), mask)
+
+    return unpack
+  name, value = take_register(target), context.fetch(source, kind)
+  return lambda block, warp, group, mask: write(warp, name, value(block, warp).copy(), mask)
+
+
+def _convert(context: Context, instruction: PtxInstruction) -> Body:
+  target, modifiers = take_register(instruction.operands[0]), instruction.name[1:]
+  if modifiers == ("rn", "bf16x2", "f32"):
+    high, low = (context.fetch(operand, np.float32) for operand in instruction.operands[1:])
+
+    def pack(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+      upper = f32_to_bf16(high(block, warp)).astype(np.uint32) << 16
+      write(warp, target, upper | f32_to_bf16(low(block, warp)), mask)
+
+    return pack
+  if modifiers == ("rn", "bf16", "f32"):
+    a = context.fetch(instruction.operands[1], np.float32)
+    return lambda block, warp, group, mask: write(warp, target, f32_to_bf16(a(block, warp)), mask)
+  if modifiers == ("f32", "bf16"):
+    a = context.fetch(instruction.operands[1], np.uint16)
+    return lambda block, warp, group, mask: write(warp, target, bf16_to_f32(a(block, warp)), mask)
+  to, source = modifiers[-2:]
+  rounding = modifiers[:-2]
+  if to not in _KINDS or source not in _KINDS or rounding not in ((), ("rn",)):
+    raise _unknown(instruction)
+  floats = np.dtype(_KINDS[to]).kind == "f", np.dtype(_KINDS[source]).kind == "f"
+  if any(floats) and (not floats[0] or rounding != ("rn",)):  # no kernel rounds to integers
+    raise _unknown(instruction)
+  a = context.fetch(instruction.operands[1], _KINDS[source])
+  return lambda block, warp, group, mask: write(warp, target, a(block, warp).astype(_KINDS[to]), mask)
+
+
+def _convert_address(context: Context, instruction: PtxInstruction) -> Body:
+  if instruction.name[1:] not in (("to", "global", "u64"), ("param", "u64")):
+    raise _unknown(instruction)
+  target, a = take_register(instruction.operands[0]), context.fetch(instruction.operands[1], np.uint64)
+  return lambda block, warp, group, mask: write(warp, target, a(block, warp).copy(), mask)
+
+
+# --- between lanes ----------------------------------------------------------------------------------------------------
+
+
+def _elect(context: Context, instruction: PtxInstruction) -> Body:
+  target, members = instruction.operands
+  if not isinstance(target, Pair) or members != Immediate(-1):
+    raise _unknown(instruction)
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    require_whole_warp(warp, group)
+    leader = int(np.flatnonzero(mask)[0])
+    write(warp, target.first.name, np.full(LANES, leader, np.uint32), mask)
+    write(warp, target.second.name, np.isin(_LANE, leader), mask)
+
+  return run
+
+
+def _shuffle(context: Context, instruction: PtxInstruction) -> Body:
+  how = instruction.name[2]
+  target, value, lane, clamp, members = instruction.operands
+  if how not in ("idx", "bfly") or clamp != Immediate(31) or members != Immediate(-1) or isinstance(target, Pair):
+    raise _unknown(instruction)
+  a, b, name = context.fetch(value, np.uint32), context.fetch(lane, np.uint32), take_register(target)
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    require_whole_warp(warp, group)
+    source = b(block, warp).astype(np.int64) & 31
+    write(warp, name, a(block, warp)[source if how == "idx" else _LANE ^ source], mask)
+
+  return run
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _access(instruction: PtxInstruction) -> tuple[str, int, type[np.generic]]:
+  """Returns the state space, the number of registers and their dtype of a load or store."""
+  words = list(instruction.name[1:])
+  kind = _KINDS[words.pop()]
+  count = _VECTORS[words.pop()] if words and words[-1] in _VECTORS else 1
+  space = words[0].split("::")[0] if words else "generic"
+  if words[1:] or space not in ("global", "shared", "param", "generic"):
+    raise _unknown(instruction)
+  return space, count, kind
+
+
+def _widen(kind: type[np.generic], register: type[np.generic]) -> type[np.generic]:
+  """Returns the dtype of a value of `kind` in a register that may be wider."""
+  size = np.dtype(register).itemsize
+  return kind if size == np.dtype(kind).itemsize else _KINDS[f"{'s' if np.dtype(kind).kind == 'i' else 'u'}{8 * size}"]
+
+
+def _registers(operand: Operand) -> list[str]:
+  return [take_register(part) for part in operand.parts] if isinstance(operand, Vector) else [take_register(operand)]
+
+
+def _load(context: Context, instruction: PtxInstruction) -> Body:
+  space, count, kind = _access(instruction)
+  size = np.dtype(kind).itemsize
+  targets = _registers(instruction.operands[0])
+  widths = [_widen(kind, context.register_kind(name)) for name in targets]
+  if space == "param":
+    address = instruction.operands[1]
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset or count != 1:
+      raise _unknown(instruction)
+    lanes = np.full(LANES, context.parameters[address.base.name], kind)
+    return lambda block, warp, group, mask: write(warp, targets[0], lanes.copy(), mask)
+  where = context.fetch_address(instruction.operands[1])
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    addresses = where(block, warp)[mask]
+    if space == "shared":
+      offsets = block.shared.offsets(addresses, size * count)
+      block.shadow.note_read(warp.agent, offsets.reshape(-1))
+      found = block.shared.data[offsets]
+    else:
+      found = block.launch.memory.read(addresses, size * count, block.serial)
+    values = np.zeros((LANES, count), kind)
+    values[mask] = found.view(kind)
+    for number, name in enumerate(targets):
+      write(warp, name, values[:, number].astype(widths[number]), mask)
+
+  return run
+
+
+def _store(context: Context, instruction: PtxInstruction) -> Body:
+  space, count, kind = _access(instruction)
+  size = np.dtype(kind).itemsize
+  where, source = context.fetch_address(instruction.operands[0]), instruction.operands[1]
+  parts = source.parts if isinstance(source, Vector) else (source,)
+  values = [context.fetch(part, kind) for part in parts]
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    addresses = where(block, warp)[mask]
+    data = np.stack([value(block, warp) for value in values], 1)[mask].view(np.uint8).reshape(len(addresses), -1)
+    if space == "shared":
+      offsets = block.shared.offsets(addresses, size * count)
+      write_shared(block, warp, offsets, data)
+    else:
+      block.launch.memory.write(addresses, data, block.serial)
+
+  return run
+
+
+def write_shared(block: Block, warp: Warp, offsets: np.ndarray, data: np.ndarray) -> None:
+  """Writes bytes of shared memory through the generic proxy, with its checks."""
+  block.shadow.note_write(warp.agent, np.unique(offsets))
+  block.shared.data[offsets] = data
+  if not np.array_equal(block.shared.data[offsets], data):
+    raise KernelFault("two lanes write different values to a byte of shared memory")
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
+
+
+def _end_warp(context: Context, instruction: PtxInstruction) -> Execute:
+  def run(block: Block, warp: Warp, group: Group) -> None:
+    ends = group.mask & guard(block, warp)
+    if warp.locked:
+      raise KernelFault("the kernel ends before wgmma.wait_group")
+    if any(not operation.is_done for each in (*warp.committed, warp.uncommitted) for operation in each):
+      raise KernelFault("the kernel ends before its bulk copies have read shared memory (cp.async.bulk.wait_group)")
+    group.mask = group.mask & ~ends
+    group.pc += 1
+    warp.groups = [each for each in warp.groups if each.mask.any()]
+
+  guard = _guard(context, instruction)
+  return run
+
+
+def _branch(context: Context, instruction: PtxInstruction) -> Execute:
+  target = instruction.operands[0]
+  if not isinstance(target, Symbol) or target.name not in context.kernel.labels:
+    raise PtxError(f"line {instruction.line}: unknown label: {instruction.text}")
+  goal, guard = context.kernel.labels[target.name], _guard(context, instruction)
+
+  def run(block: Block, warp: Warp, group: Group) -> None:
+    goes = group.mask & guard(block, warp)
+    if not goes.any():
+      group.pc += 1
+    elif np.array_equal(goes, group.mask):
+      group.pc = goal
+    else:
+      warp.groups.append(Group(goal, goes))
+      group.mask = group.mask & ~goes
+      group.pc += 1
+
+  return run
+
+
+def _guard(context: Context, instruction: PtxInstruction) -> Fetch:
+  if instruction.guard is None:
+    return lambda block, warp: np.ones(LANES, np.bool_)
+  value = context.fetch(instruction.guard, np.bool_)
+  return (lambda block, warp: ~value(block, warp)) if instruction.negated else value
+
+
+def _nothing(context: Context, instruction: PtxInstruction) -> Body:
+  return lambda block, warp, group, mask: None
+
+
+def _unknown(instruction: PtxInstruction) -> PtxError:
+  return PtxError(
+    f"line {instruction.line}: the emulator does not know {'.'.join(instruction.name)}: {instruction.text[:200]}"
+  )
+
+
+TRANSLATORS: dict[str, Callable[[Context, PtxInstruction], Body]] = {
+  **dict.fromkeys(("add", "sub", "and", "or", "xor", "min", "max", "div"), _binary),
+  **dict.fromkeys(("fma", "mad"), _ternary),
+  "mul": _mul,
+  **dict.fromkeys(_UNARY_FLOATS, _unary_float),
+  "not": _not,
+  "shl": _shift,
+  "shr": _shift,
+  "bfe": _extract_bits,
+  "setp": _compare,
+  "selp": _select,
+  "mov": _move,
+  "cvt": _convert,
+  "cvta": _convert_address,
+  "elect": _elect,
+  "shfl": _shuffle,
+  "ld": _load,
+  "st": _store,
+}
+CONTROL: dict[str, Callable[[Context, PtxInstruction], Execute]] = {"bra": _branch, "ret": _end_warp, "exit": _end_warp}
+
+
+def wrap(context: Context, instruction: PtxInstruction, body: Body, keeps: bool = False) -> Execute:
+  """Returns the whole step of an instruction: its guard, the registers that wgmma holds, and the next instruction.
+
+  Args: keeps: the instruction may use registers that wgmma holds.
+  """
+  guard = None if instruction.guard is None else _guard(context, instruction)
+  names = (
+    frozenset().union(*(names_of(operand) for operand in instruction.operands)) if instruction.operands else frozenset()
+  )
+  has_target = bool(instruction.operands) and instruction.name[0] not in (
+    "st",
+    "stmatrix",
+    "cp",
+    "bar",
+    "prefetch",
+    "wgmma",
+  )
+  written = frozenset(names_of(instruction.operands[0])) if has_target else frozenset()
+
+  def run(block: Block, warp: Warp, group: Group) -> None:
+    mask = group.mask if guard is None else group.mask & guard(block, warp)
+    if guard is None or mask.any():
+      if warp.locked and not keeps and not names.isdisjoint(warp.locked):
+        name = sorted(names & warp.locked.keys())[0]
+        raise KernelFault(f"register {name} is used while a wgmma runs; wgmma.wait_group comes first")
+      body(block, warp, group, mask)
+      warp.dirty |= written
+    group.pc += 1
+
+  return run
