@@ -32,12 +32,13 @@ _BEGUN = 12  # tokens of the third copy of a story
 _SCHEMA = {
   "type": "object",
   "properties": {
-    "name": {"type": "string", "maxLength": 8},
-    "residence": {"type": "string", "maxLength": 8},
-    "occupation": {"enum": ["gardener", "teacher", "musician"]},
-    "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    "customer_name": {"type": "string", "maxLength": 8},
+    "order_status": {"enum": ["waiting for payment", "on its way", "delivered"]},
+    "payment_method": {"enum": ["credit card", "bank transfer"]},
+    "number_of_items": {"type": "integer", "minimum": 1, "maximum": 99},
+    "is_a_gift": {"type": "boolean"},
   },
-  "required": ["name", "residence", "occupation", "age"],
+  "required": ["customer_name", "order_status", "payment_method", "number_of_items", "is_a_gift"],
   "additionalProperties": False,
 }
 
