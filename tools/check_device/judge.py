@@ -7,7 +7,7 @@ from tools.check_device.facts import KernelUse
 
 MAX_LAUNCHES_A_LAYER = 11
 MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do not fuse the residual
-MAX_LAUNCHES_ROUNDED = 17  # w8a8 and fp8: each product follows a kernel or two that round its rows
+MAX_LAUNCHES_ROUNDED = 18  # w8a8 and fp8: each product follows a kernel or two that round its rows
 MAX_LAUNCHES_ADAPTERS = 39  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
 SUMS_A_LAYER = 2  # over the devices that share it: after attention, and after the MLP
 # Of every product, by quantization.
