@@ -301,7 +301,12 @@ LIES = [
 
 
 @pytest.mark.catalogue("G4")
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: str(lie)[:60])
+@pytest.mark.parametrize(
+  "lie",
+  [
+    pytest.param(lie, id=str(lie)[:60], marks=pytest.mark.long if number % 3 else ()) for number, lie in enumerate(LIES)
+  ],
+)
 def test_mutated_configs(pristine, tmp_path, lie):
   """Refused with the file or the tensor named, and no array made."""
   assert len(LIES) >= 50

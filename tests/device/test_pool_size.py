@@ -99,7 +99,16 @@ def kv_bytes(folder: pathlib.Path, tokens: int, itemsize: int) -> int:
   return tokens * raw["num_hidden_layers"] * 2 * raw["num_key_value_heads"] * raw["head_dim"] * itemsize
 
 
-@pytest.mark.parametrize("free", [4 * GIB, 6 * GIB, 11 * GIB, 22 * GIB, 200 * GIB])
+@pytest.mark.parametrize(
+  "free",
+  [
+    4 * GIB,
+    pytest.param(6 * GIB, marks=pytest.mark.long),
+    11 * GIB,
+    pytest.param(22 * GIB, marks=pytest.mark.long),
+    200 * GIB,
+  ],
+)
 @pytest.mark.parametrize(
   "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str
 )

@@ -311,8 +311,8 @@ def test_nothing_compiles_in_ten_thousand_steps_of_anything(runner):
 
 
 def test_bf16_stays_near_f32(model, prompts):
-  graphdef, state = model
-  half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+  graphdef, _ = random_params(TINY, jnp.bfloat16)
+  half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model[1])
   runner = make_runner(model=(graphdef, half), dtype=jnp.bfloat16, token_budgets=(32,))
   params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
   requests = [(prompt, params) for prompt in prompts[4:8]]

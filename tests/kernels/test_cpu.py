@@ -397,6 +397,7 @@ def _check_int8() -> None:
   conformance.check(ALONE, spec, atol=TestInt8KV.atol)
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(not _HAS_VNNI, reason="no VNNI: the other path serves")
 @pytest.mark.parametrize(
   "name", ["scale_of_another_head", *(pytest.param(name, marks=pytest.mark.long) for name in list(_INT8_BUGS)[1:])]

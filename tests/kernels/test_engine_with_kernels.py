@@ -59,7 +59,9 @@ def expected(model: ModelConfig, dtype=jnp.bfloat16, kv_dtype=None) -> list[list
   return tokens("reference", model, dtype, kv_dtype)
 
 
-each_kv = pytest.mark.parametrize("kv_dtype", [None, BYTES], ids=["kv", "fp8_kv"])
+each_kv = pytest.mark.parametrize(
+  "kv_dtype", [None, pytest.param(BYTES, marks=pytest.mark.kernels)], ids=["kv", "fp8_kv"]
+)
 
 
 @each_kv

@@ -105,6 +105,7 @@ def check_attention(*args, **tuned) -> None:
   assert not found.misplaced
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 7, pytest.param(64, marks=pytest.mark.long)])

@@ -257,6 +257,7 @@ def check_all(bits: int) -> None:
   check_product(make_rows(3, 272), make_weight(272, 33, bits, 2, dtype="float32"))  # chunks of 72 and 64 inputs
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(native.level() != "x86-64-v4", reason="the library for this level has one way")
 def test_a_processor_without_vnni_gives_the_same_bits(with_bug: Callable[..., None]) -> None:
   """This also shows that the checks of the seeded bugs pass without one."""
