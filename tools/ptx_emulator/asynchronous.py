@@ -19,11 +19,9 @@ from tools.ptx_emulator.memory import AccessError, Buffer
 from tools.ptx_emulator.operations import (
   Body,
   Context,
-  Fetch,
-  _unknown,
-  names_of,
   require_whole_warp,
   take_register,
+  unknown_instruction,
   write,
   write_shared,
 )
@@ -64,7 +62,7 @@ def find_barrier(block: Block, address: int) -> MemoryBarrier:
 def _synchronize(context: Context, instruction: PtxInstruction) -> Body:
   """bar.sync a{, threads}"""
   if instruction.name[1:] not in (("sync",), ("sync", "aligned")):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   fetched = [context.fetch(operand, np.uint32) for operand in instruction.operands]
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
@@ -162,7 +160,7 @@ def _memory_barrier(context: Context, instruction: PtxInstruction) -> Body:
       write(warp, target, np.ones(len(mask), np.bool_), mask)
 
     return wait
-  raise _unknown(instruction)
+  raise unknown_instruction(instruction)
 
 
 def _fence(context: Context, instruction: PtxInstruction) -> Body:
@@ -177,7 +175,7 @@ def _fence(context: Context, instruction: PtxInstruction) -> Body:
       block.fence_barriers(warp)
 
     return publish
-  raise _unknown(instruction)
+  raise unknown_instruction(instruction)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def _fence(context: Context, instruction: PtxInstruction) -> Body:
 def _copy(context: Context, instruction: PtxInstruction) -> Body:
   name = instruction.name
   if name[:3] != ("cp", "async", "bulk"):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   rest = name[3:]
   if rest == ("commit_group",):
 
@@ -213,7 +211,7 @@ def _copy(context: Context, instruction: PtxInstruction) -> Body:
       return _load_box(context, instruction)
     if rest[2:] == ("global", "shared::cta", "bulk_group"):
       return _store_box(context, instruction)
-  raise _unknown(instruction)
+  raise unknown_instruction(instruction)
 
 
 def _split_groups(groups: list[list[Operation]], keep: int) -> tuple[list[Operation], list[list[Operation]]]:
@@ -331,7 +329,7 @@ def _spots(block: Block, addresses: np.ndarray, itemsize: int) -> tuple[Buffer, 
 
 def _prefetch(context: Context, instruction: PtxInstruction) -> Body:
   if instruction.name[1:] != ("tensormap",):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   where = context.fetch_address(instruction.operands[0])
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
@@ -351,7 +349,7 @@ def _matrix_lines(instruction: PtxInstruction) -> tuple[int, bool]:
   transposed = "trans" in modifiers
   rest = [part for part in modifiers if part != "trans"]
   if len(rest) != 2 or rest[0] != "m8n8" or rest[1] not in ("x1", "x2", "x4"):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   return int(rest[1][1:]), transposed
 
 
@@ -429,22 +427,22 @@ def _multiply(context: Context, instruction: PtxInstruction) -> Body:
 def _multiply_async(context: Context, instruction: PtxInstruction) -> Body:
   shape, *kinds = instruction.name[4:]
   if instruction.name[:4] != ("wgmma", "mma_async", "sync", "aligned") or kinds != ["f32", "bf16", "bf16"]:
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   columns = int(shape.removeprefix("m64n").removesuffix("k16"))
   if shape != f"m64n{columns}k16" or columns % 8:
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   operands = instruction.operands
   target, left, right, scale = operands[:4]
   from_registers = isinstance(left, Vector)
   flags = [operand.value for operand in operands[4:] if isinstance(operand, Immediate)]
   if flags[:2] != [1, 1] or len(flags) != (3 if from_registers else 4) or not isinstance(target, Vector):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   sums = [take_register(part) for part in target.parts]
   inputs = [take_register(part) for part in left.parts] if from_registers else []
   transposes_left, transposes_right = (False, bool(flags[2])) if from_registers else map(bool, flags[2:])
   rows, places = accumulator_places(columns)
   if len(sums) != len(rows):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   held = frozenset((*sums, *inputs))
   left_at = None if from_registers else context.fetch(left, np.uint64)
   right_at, adds = context.fetch(right, np.uint64), context.fetch(scale, np.bool_)
@@ -537,4 +535,3 @@ TRANSLATORS: dict[str, Callable[[Context, PtxInstruction], Body]] = {
   "setmaxnreg": _limit_registers,
 }
 KEEPS = frozenset({"wgmma"})  # may use registers that a wgmma holds
-__all__ = ["KEEPS", "TRANSLATORS", "Fetch", "names_of"]

@@ -13,12 +13,10 @@ import math
 import numpy as np
 
 from tools.ptx_emulator import asynchronous, operations
-from tools.ptx_emulator.block import Block, KernelFault, KernelLaunch, Program
+from tools.ptx_emulator.block import Block, KernelLaunch, Program
 from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError
 from tools.ptx_emulator.tensor_map import MAP_BYTES, TensorMap
-
-Argument = np.ndarray | Sequence[TensorMap]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +92,3 @@ def translate_kernel(kernel: Kernel, context: operations.Context) -> Program:
       ) from error
     program.append((instruction, execute))
   return program
-
-
-__all__ = ["KernelFault", "Run", "run_kernel", "translate_kernel"]

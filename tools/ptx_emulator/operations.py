@@ -215,7 +215,7 @@ def _binary(context: Context, instruction: PtxInstruction) -> Body:
   name, kind = instruction.name[0], instruction.name[-1]
   modifiers = set(instruction.name[1:-1])
   if not modifiers <= _ROUNDING or kind not in _KINDS:
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   dtype, function = _KINDS[kind], _BINARY[name]
   if "NaN" in modifiers:
     function = {"max": np.maximum, "min": np.minimum}[name]
@@ -227,7 +227,7 @@ def _binary(context: Context, instruction: PtxInstruction) -> Body:
 def _ternary(context: Context, instruction: PtxInstruction) -> Body:
   dtype = _KINDS[instruction.name[-1]]
   if not set(instruction.name[1:-1]) <= _ROUNDING:
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   target = take_register(instruction.operands[0])
   a, b, c = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
   function = _fused if dtype is np.float32 else lambda x, y, z: x * y + z
@@ -254,7 +254,7 @@ def _mul_high(context: Context, instruction: PtxInstruction) -> Body:
   kind = _KINDS[instruction.name[-1]]
   bits = np.dtype(kind).itemsize * 8
   if bits != 32:
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   wide = _KINDS[f"{instruction.name[-1][0]}64"]
   target = take_register(instruction.operands[0])
   a, b = (context.fetch(operand, kind) for operand in instruction.operands[1:])
@@ -269,7 +269,7 @@ def _mul_high(context: Context, instruction: PtxInstruction) -> Body:
 def _unary_float(context: Context, instruction: PtxInstruction) -> Body:
   kind = instruction.name[-1]
   if not set(instruction.name[1:-1]) <= _ROUNDING or kind not in _KINDS:
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   function, target = _UNARY_FLOATS[instruction.name[0]], take_register(instruction.operands[0])
   a = context.fetch(instruction.operands[1], _KINDS[kind])
   if kind[0] == "f":
@@ -294,7 +294,7 @@ def _shift(context: Context, instruction: PtxInstruction) -> Body:
 def _extract_bits(context: Context, instruction: PtxInstruction) -> Body:
   kind = _KINDS[instruction.name[-1]]
   if np.dtype(kind).kind != "u":
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   target = take_register(instruction.operands[0])
   a = context.fetch(instruction.operands[1], kind)
   start, length = (context.fetch(operand, np.uint32) for operand in instruction.operands[2:])
@@ -366,17 +366,17 @@ def _convert(context: Context, instruction: PtxInstruction) -> Body:
   to, source = modifiers[-2:]
   rounding = modifiers[:-2]
   if to not in _KINDS or source not in _KINDS or rounding not in ((), ("rn",)):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   floats = np.dtype(_KINDS[to]).kind == "f", np.dtype(_KINDS[source]).kind == "f"
   if any(floats) and (not floats[0] or rounding != ("rn",)):  # no kernel rounds to integers
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   a = context.fetch(instruction.operands[1], _KINDS[source])
   return lambda block, warp, group, mask: write(warp, target, a(block, warp).astype(_KINDS[to]), mask)
 
 
 def _convert_address(context: Context, instruction: PtxInstruction) -> Body:
   if instruction.name[1:] not in (("to", "global", "u64"), ("param", "u64")):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   target, a = take_register(instruction.operands[0]), context.fetch(instruction.operands[1], np.uint64)
   return lambda block, warp, group, mask: write(warp, target, a(block, warp).copy(), mask)
 
@@ -387,7 +387,7 @@ def _convert_address(context: Context, instruction: PtxInstruction) -> Body:
 def _elect(context: Context, instruction: PtxInstruction) -> Body:
   target, members = instruction.operands
   if not isinstance(target, Pair) or members != Immediate(-1):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
@@ -402,7 +402,7 @@ def _shuffle(context: Context, instruction: PtxInstruction) -> Body:
   how = instruction.name[2]
   target, value, lane, clamp, members = instruction.operands
   if how not in ("idx", "bfly") or clamp != Immediate(31) or members != Immediate(-1) or isinstance(target, Pair):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   a, b, name = context.fetch(value, np.uint32), context.fetch(lane, np.uint32), take_register(target)
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
@@ -423,7 +423,7 @@ def _access(instruction: PtxInstruction) -> tuple[str, int, type[np.generic]]:
   count = _VECTORS[words.pop()] if words and words[-1] in _VECTORS else 1
   space = words[0].split("::")[0] if words else "generic"
   if words[1:] or space not in ("global", "shared", "param", "generic"):
-    raise _unknown(instruction)
+    raise unknown_instruction(instruction)
   return space, count, kind
 
 
@@ -445,7 +445,7 @@ def _load(context: Context, instruction: PtxInstruction) -> Body:
   if space == "param":
     address = instruction.operands[1]
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset or count != 1:
-      raise _unknown(instruction)
+      raise unknown_instruction(instruction)
     lanes = np.full(LANES, context.parameters[address.base.name], kind)
     return lambda block, warp, group, mask: write(warp, targets[0], lanes.copy(), mask)
   where = context.fetch_address(instruction.operands[1])
@@ -542,7 +542,7 @@ def _nothing(context: Context, instruction: PtxInstruction) -> Body:
   return lambda block, warp, group, mask: None
 
 
-def _unknown(instruction: PtxInstruction) -> PtxError:
+def unknown_instruction(instruction: PtxInstruction) -> PtxError:
   return PtxError(
     f"line {instruction.line}: the emulator does not know {'.'.join(instruction.name)}: {instruction.text[:200]}"
   )
