@@ -236,7 +236,6 @@ def _copy_bytes(context: Context, instruction: PtxInstruction) -> Body:
 
     def move() -> None:
       where = slice(at, at + count)
-      block.launch.memory.check_owner(buffer, where, block.serial)
       buffer.data[where], buffer.owner[where] = block.shared.data[offsets], block.serial
 
     warp.uncommitted.append(block.begin_operation(move, instruction.text))
@@ -309,7 +308,6 @@ def _store_box(context: Context, instruction: PtxInstruction) -> Body:
     def move() -> None:
       if inside.any():
         buffer, spots = _spots(block, addresses[inside], tensor.itemsize)
-        block.launch.memory.check_owner(buffer, spots, block.serial)
         buffer.data[spots], buffer.owner[spots] = block.shared.data[offsets[inside]], block.serial
 
     warp.uncommitted.append(block.begin_operation(move, instruction.text))

@@ -1,7 +1,7 @@
 """Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
 
-What it does not model: several blocks at once (they run one after another, and may not touch each other's writes),
-clusters, caches, weak order between warps in global memory, local memory, and time.
+Blocks run one after another in any order, and may not read each other's writes. Not modelled are clusters, caches, weak
+order between warps in global memory, local memory, and time.
 """
 
 from __future__ import annotations

@@ -88,15 +88,14 @@ class GlobalMemory:
     for address, value in zip(addresses.tolist(), values, strict=True):
       buffer, offset = self._take(address, size)
       where = slice(offset, offset + size)
-      self.check_owner(buffer, where, block)
       buffer.data[where], buffer.owner[where] = value, block
 
   def check_owner(self, buffer: Buffer, where: slice | np.ndarray, block: int) -> None:
-    """Raises AccessError if another block of this launch has written there: blocks run in any order."""
+    """Raises AccessError if a block reads what another one of this launch has written: blocks run in any order."""
     owner = buffer.owner[where]
     others = owner[(owner != 0) & (owner != block)]
     if others.size:
-      raise AccessError(f"{buffer.name}: block {block - 1} meets bytes that block {int(others[0]) - 1} has written")
+      raise AccessError(f"{buffer.name}: block {block - 1} reads bytes that block {int(others[0]) - 1} has written")
 
   def _take(self, address: int, size: int, over: int = 0) -> tuple[Buffer, int]:
     if address % size:

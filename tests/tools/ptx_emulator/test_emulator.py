@@ -220,9 +220,9 @@ def test_an_access_outside_of_a_buffer_names_it():
     run(SUM, [np.zeros(32, np.int32), np.zeros(64, np.int32)], threads=64)
 
 
-def test_blocks_that_write_the_same_bytes_are_noticed():
-  with pytest.raises(KernelFault, match="b: block . meets bytes that block . has written"):
-    run(SUM, [np.zeros(32, np.int32), np.zeros(32, np.int32)], threads=32, grid=(2, 1, 1))
+def test_a_block_that_reads_what_another_wrote_is_noticed():
+  with pytest.raises(KernelFault, match="a: block . reads bytes that block . has written"):
+    run(SUM.replace("[b]", "[a]"), [np.zeros(32, np.int32)], threads=32, grid=(2, 1, 1))
 
 
 SHARE = """
