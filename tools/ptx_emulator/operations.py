@@ -293,15 +293,18 @@ def _shift(context: Context, instruction: PtxInstruction) -> Body:
 
 def _extract_bits(context: Context, instruction: PtxInstruction) -> Body:
   kind = _KINDS[instruction.name[-1]]
-  if np.dtype(kind).kind != "u":
-    raise unknown_instruction(instruction)
+  unsigned = _UNSIGNED[np.dtype(kind).itemsize]
   target = take_register(instruction.operands[0])
-  a = context.fetch(instruction.operands[1], kind)
+  a = context.fetch(instruction.operands[1], unsigned)
   start, length = (context.fetch(operand, np.uint32) for operand in instruction.operands[2:])
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-    field = _shift_left(np.ones(LANES, kind), length(block, warp)) - kind(1)
-    write(warp, target, _shift_right(a(block, warp), start(block, warp)) & field, mask)
+    size, one = length(block, warp), np.ones(LANES, unsigned)
+    found = _shift_right(a(block, warp), start(block, warp)) & (_shift_left(one, size) - one)
+    if np.dtype(kind).kind == "i":  # the field's highest bit is its sign
+      sign = _shift_left(one, size - np.uint32(1))
+      found = (found ^ sign) - sign
+    write(warp, target, found, mask)
 
   return run
 

@@ -368,3 +368,18 @@ def test_a_product_of_swizzled_operands(transposed: bool):
 def test_what_a_product_may_not_lack(parts: dict, words: str):
   with pytest.raises(KernelFault, match=words):
     run_product(multiply_body(False, **parts), np.zeros((64, 64), np.uint16), 0)
+
+
+def test_fields_of_bits_have_their_sign():
+  body = """
+  ld.param.b64 %rd1, [a];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.s64 %rd3, %rd1, %rd2;
+  bfe.{kind} %r2, %r1, 1, 3;
+  st.global.b32 [%rd3], %r2;
+"""
+  for kind, wanted in (("u32", np.arange(32) // 2 % 8), ("s32", (np.arange(32) // 2 + 4) % 8 - 4)):
+    out = np.zeros(32, np.int32)
+    run(body.format(kind=kind), [out], threads=32)
+    np.testing.assert_array_equal(out, wanted)
