@@ -226,12 +226,17 @@ MORE_BUGS = (
   + [pytest.param(*bug, id=name.replace(" ", "_"), marks=pytest.mark.long) for name, *bug in MORE_BUGS],
 )
 def test_seeded_bug_is_caught(old: str, new: str) -> None:
+  check_bug(_SEEDED, old, new)
+
+
+def check_bug(spec: ArgSpec, old: str, new: str) -> None:
+  """Checks that a spec notices `new` in place of `old` in the kernel's source."""
   source = Path(gpu_prefill.__file__).read_text()
   assert source.count(old) == 1, f"{old!r} must occur once"
   module = types.ModuleType("seeded")
   exec(compile(source.replace(old, new), "seeded", "exec"), vars(module))
   with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-    check(_SEEDED, module, **_TUNING)
+    check(spec, module, **_TUNING)
 
 
 # As above, of what only fp8 has.
@@ -262,12 +267,7 @@ FP8_BUGS = (
   ],
 )
 def test_seeded_bug_of_fp8_is_caught(old: str, new: str) -> None:
-  source = Path(gpu_prefill.__file__).read_text()
-  assert source.count(old) == 1, f"{old!r} must occur once"
-  module = types.ModuleType("seeded")
-  exec(compile(source.replace(old, new), "seeded", "exec"), vars(module))
-  with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-    check(_SEEDED_FP8, module, **_TUNING)
+  check_bug(_SEEDED_FP8, old, new)
 
 
 @pytest.mark.parametrize("spec", [_SEEDED, pytest.param(_SEEDED_FP8, marks=pytest.mark.long)], ids=["bf16", "fp8"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from tools.ptx_emulator.operations import (
   write,
   write_shared,
 )
-from tools.ptx_emulator.reader import Address, Immediate, PtxError, PtxInstruction, Register, Vector
+from tools.ptx_emulator.reader import Address, Immediate, Operand, PtxError, PtxInstruction, Register, Vector
 from tools.ptx_emulator.tensor_map import TensorMap
 
 _BARRIER_BYTES = 8
@@ -243,33 +243,51 @@ def _copy_bytes(context: Context, instruction: PtxInstruction) -> Body:
   return run
 
 
-def _box(context: Context, operand: Any) -> Callable[[Block, Warp, int], tuple[TensorMap, tuple[int, ...]]]:
-  if not isinstance(operand, Address) or not operand.coordinates:
-    raise PtxError(f"{operand} names no tensor map")
-  base = context.fetch(operand.base, np.uint64)
-  coordinates = [context.fetch(each, np.int32) for each in operand.coordinates]
+class _Box(NamedTuple):
+  """A box of a tensor map at its places.
 
-  def find(block: Block, warp: Warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
-    address = int(base(block, warp)[lane]) + operand.offset
-    found = block.launch.maps.get(address)
-    if found is None:
+  Attributes:
+    tensor: the map.
+    addresses, inside: see TensorMap.locate_box.
+    offsets: of the bytes in shared memory, int64[elements, itemsize].
+  """
+
+  tensor: TensorMap
+  addresses: np.ndarray
+  inside: np.ndarray
+  offsets: np.ndarray
+
+
+def _find_box(
+  context: Context, in_global: Operand, in_shared: Operand
+) -> Callable[[Block, Warp, np.ndarray], tuple[int, _Box]]:
+  """Returns a function that gives the lane of a copy and its box. Args: in_global: the map and coordinates."""
+  if not isinstance(in_global, Address) or not in_global.coordinates:
+    raise PtxError(f"{in_global} names no tensor map")
+  base = context.fetch_address(in_global)
+  coordinates = [context.fetch(each, np.int32) for each in in_global.coordinates]
+  where = context.fetch_address(in_shared)
+
+  def find(block: Block, warp: Warp, mask: np.ndarray) -> tuple[int, _Box]:
+    lane = lane_of(mask)
+    address = int(base(block, warp)[lane])
+    tensor = block.launch.maps.get(address)
+    if tensor is None:
       raise KernelFault(f"no tensor map is at {address:#x}")
-    return found, tuple(int(each(block, warp)[lane]) for each in coordinates)
+    addresses, inside = tensor.locate_box(tuple(int(each(block, warp)[lane]) for each in coordinates))
+    places = tensor.place_box(int(where(block, warp)[lane]))
+    block.shared.offsets(np.array([places.min(), places.max()]), 1)
+    return lane, _Box(tensor, addresses, inside, places - block.shared.START)
 
   return find
 
 
 def _load_box(context: Context, instruction: PtxInstruction) -> Body:
   target, source, signal = instruction.operands
-  where, find, barrier_at = context.fetch_address(target), _box(context, source), context.fetch_address(signal)
+  find, barrier_at = _find_box(context, source, target), context.fetch_address(signal)
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-    lane = lane_of(mask)
-    tensor, coordinates = find(block, warp, lane)
-    addresses, inside = tensor.locate_box(coordinates)
-    places = tensor.place_box(int(where(block, warp)[lane]))
-    block.shared.offsets(np.array([places.min(), places.max()]), 1)
-    offsets = places - block.shared.START
+    lane, (tensor, addresses, inside, offsets) = find(block, warp, mask)
     at = int(barrier_at(block, warp)[lane])
     barrier = find_barrier(block, at)
     block.check_barrier(warp, at, through_async=True)
@@ -294,15 +312,10 @@ def _load_box(context: Context, instruction: PtxInstruction) -> Body:
 
 def _store_box(context: Context, instruction: PtxInstruction) -> Body:
   target, source = instruction.operands
-  find, where = _box(context, target), context.fetch_address(source)
+  find = _find_box(context, target, source)
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-    lane = lane_of(mask)
-    tensor, coordinates = find(block, warp, lane)
-    addresses, inside = tensor.locate_box(coordinates)
-    places = tensor.place_box(int(where(block, warp)[lane]))
-    block.shared.offsets(np.array([places.min(), places.max()]), 1)
-    offsets = places - block.shared.START
+    _, (tensor, addresses, inside, offsets) = find(block, warp, mask)
     block.shadow.begin_async_read(warp.agent.knowledge, block.next_operation(), offsets.reshape(-1))
 
     def move() -> None:

@@ -18,7 +18,7 @@ _MOST_TRANSACTIONS = (1 << 20) - 1  # bytes that an mbarrier counts
 
 
 class KernelFault(Exception):
-  """What a GPU would do wrong, or leave undefined. Names the instruction."""
+  """A kernel does something wrong or undefined on a GPU. Names the instruction."""
 
 
 class Waiting(Exception):
@@ -82,7 +82,14 @@ class MemoryBarrier:
 
 @dataclasses.dataclass
 class NamedBarrier:
-  """bar.sync's. Attributes: arrived: warp -> threads. passed: warps that may leave -> what they learn."""
+  """A barrier of bar.sync.
+
+  Attributes:
+    threads: that it is for.
+    arrived: warp -> its threads.
+    knowledge: of the warps that have arrived.
+    passed: warps that may leave -> what they learn.
+  """
 
   threads: int
   arrived: dict[int, int]
@@ -194,7 +201,6 @@ class Block:
     self._met: dict[tuple[int, int], set[int]] = {}  # the same -> warps that may leave
     self._operations: list[Operation] = []
     self._num_operations = 0
-    self.num_steps = 0
 
   def begin_operation(self, run: Callable[[], None], text: str, after: Operation | None = None) -> Operation:
     """Starts an asynchronous operation, which runs at any later time."""
@@ -298,14 +304,11 @@ class Block:
     except Waiting as waiting:
       group.waits_for = waiting.reason
       return False
-    except KernelFault:
-      raise
     except Exception as error:
       raise KernelFault(
         f"block {self.index}, warp {warp.number}, line {instruction.line}: {instruction.text[:200]}: {error}"
       ) from error
     group.waits_for = ""
-    self.num_steps += 1
     if len(warp.groups) > 1:
       self._merge(warp)
     return True

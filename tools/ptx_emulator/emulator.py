@@ -7,7 +7,6 @@ order between warps in global memory, local memory, and time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 import math
 
 import numpy as np
@@ -19,13 +18,6 @@ from tools.ptx_emulator.reader import Kernel, PtxError
 from tools.ptx_emulator.tensor_map import MAP_BYTES, TensorMap
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """What a launch did. Attributes: steps: instructions of warps."""
-
-  steps: int
-
-
 def run_kernel(
   kernel: Kernel,
   memory: GlobalMemory,
@@ -33,7 +25,7 @@ def run_kernel(
   grid: tuple[int, int, int],
   shared_bytes: int,
   seed: int = 0,
-) -> Run:
+) -> None:
   """Runs all blocks of a kernel.
 
   Args:
@@ -44,7 +36,7 @@ def run_kernel(
 
   Raises:
     PtxError: the kernel has an instruction that is not known, or other arguments.
-    KernelFault: the kernel does what is undefined, or never ends.
+    KernelFault: the kernel does something undefined, or never ends.
   """
   if len(arguments) != len(kernel.parameters):
     raise PtxError(f"kernel {kernel.name} has {len(kernel.parameters)} parameters, not {len(arguments)}")
@@ -60,14 +52,10 @@ def run_kernel(
   program = translate_kernel(kernel, operations.Context(kernel, values, addresses))
   launch = KernelLaunch(memory, grid, shared_bytes, maps)
   rng = np.random.default_rng(seed)
-  steps = 0
   with np.errstate(all="ignore"):
     for serial in rng.permutation(math.prod(grid)).tolist():
       index = serial % grid[0], serial // grid[0] % grid[1], serial // (grid[0] * grid[1])
-      block = Block(launch, index, kernel.threads, rng, program)
-      block.run()
-      steps += block.num_steps
-  return Run(steps)
+      Block(launch, index, kernel.threads, rng, program).run()
 
 
 def translate_kernel(kernel: Kernel, context: operations.Context) -> Program:

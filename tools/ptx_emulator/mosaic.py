@@ -30,6 +30,7 @@ from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
 from tools.ptx_emulator.tensor_map import TensorMap
 
 _compiling = threading.Lock()  # what Mosaic GPU dumps goes to one place a process
+_ARGUMENT = "mosaic_gpu.from_kernel_arg_idx"  # an attribute of the kernel's arrays
 # Operations without an effect.
 _PURE = ("memref.", "arith.", "builtin.", "llvm.getelementptr", "llvm.inttoptr", "index.")
 
@@ -129,6 +130,7 @@ def _watch_lowering() -> Iterator[_Watch]:
     if callee == "mosaic_gpu_init_tma_desc":
       kind = ir.MemRefType(refs[-1].type)
       strides, offset = kind.get_strides_and_offset()
+      element: Any = kind.element_type
       swizzle = _constant(args[6])
       found.maps.append(
         MapSpec(
@@ -138,7 +140,7 @@ def _watch_lowering() -> Iterator[_Watch]:
           tuple(strides),
           tuple(_constant(value) for value in packed[-1]),
           swizzle if swizzle > 16 else 0,
-          _itemsize(kind.element_type),
+          element.width // 8,
         )
       )
     return call(results, callee, args, *more, **kwargs)
@@ -162,54 +164,35 @@ def _constant(value: Any) -> int:
   return ir.IntegerAttr(value.owner.attributes["value"]).value
 
 
-def _itemsize(kind: Any) -> int:
-  return kind.width // 8
-
-
 def _argument(value: Any) -> int:
   """Returns the number of the kernel's argument that a reference is a view of."""
-  while "mosaic_gpu.from_kernel_arg_idx" not in value.owner.attributes:
-    value = value.owner.operands[0]
   from jax.extend.mlir import ir
 
-  return ir.IntegerAttr(value.owner.attributes["mosaic_gpu.from_kernel_arg_idx"]).value
+  while _ARGUMENT not in value.owner.attributes:
+    value = value.owner.operands[0]
+  return ir.IntegerAttr(value.owner.attributes[_ARGUMENT]).value
+
+
+def _walk(operation: Any) -> Iterator[Any]:
+  """Yields an operation and all within it, in order."""
+  yield operation
+  for region in operation.regions:
+    for block in region.blocks:
+      for each in block.operations:
+        yield from _walk(each.operation)
 
 
 def _launch_facts(module: Any) -> tuple[int, tuple[int, ...]]:
   """Returns the bytes of dynamic shared memory, and the arrays that the kernel has pointers to, in order."""
-  found: list[Any] = []
-
-  def visit(operation: Any) -> None:
-    if operation.name == "gpu.launch":
-      found.append(operation)
-    for region in operation.regions:
-      for block in region.blocks:
-        for each in block.operations:
-          visit(each.operation)
-
-  visit(module.operation)
-  (launch,) = found
+  (launch,) = (each for each in _walk(module.operation) if each.name == "gpu.launch")
   # Operands: a token, grid, threads, and the dynamic shared memory.
   shared = _constant(launch.operands[len(launch.operands) - 1])
-  order: list[int] = []
-
-  def uses(operation: Any) -> None:
-    for value in operation.operands if _is_live(operation) else ():
-      owner = value.owner
-      attributes = getattr(owner, "attributes", None)
-      if attributes is not None and "mosaic_gpu.from_kernel_arg_idx" in attributes:
-        number = _argument(value)
-        if number not in order:
-          order.append(number)
-    for region in operation.regions:
-      for block in region.blocks:
-        for each in block.operations:
-          uses(each.operation)
-
-  for region in launch.regions:
-    for block in region.blocks:
-      for each in block.operations:
-        uses(each.operation)
+  order: dict[int, None] = {}
+  for operation in _walk(launch):
+    if operation != launch and _is_live(operation):
+      for value in operation.operands:
+        if _ARGUMENT in getattr(value.owner, "attributes", ()):
+          order[_argument(value)] = None
   return shared, tuple(order)
 
 

@@ -176,10 +176,6 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
   return (a.astype(np.float64) * b + c).astype(np.float32)  # exact product; the sum is rounded twice, to 53 bits first
 
 
-def _quiet_max(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  return np.fmax(a, b)
-
-
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
   "add": np.add,
   "sub": np.subtract,
