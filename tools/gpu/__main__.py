@@ -80,6 +80,8 @@ _DECODED = (
 )
 _PREFILLED = ("prefill 1 x 4096", "prefill 4 x 4096", "prefill 512 of 4096")
 _PROMPTS = _PREFILLED[:2]
+# Checked over a pool of fp8 too: every page size, both kernels, splits, a window.
+_FP8 = ("decode 63 x 1024 + prefill 449", "mixed", "mixed_window", "page_128_one_kv_head")
 
 
 def _timings() -> list[Job]:
@@ -103,6 +105,7 @@ def _checks() -> list[Job]:
     except NotImplementedError:
       continue
     found.append({"kind": "check", "op": "parts", "spec": spec.name})
+  found += [{"kind": "check", "op": "parts", "spec": name, "kv_dtype": "uint8"} for name in _FP8]
   found += [{"kind": "check", "op": "attend", "spec": spec.name} for spec in arg_specs.GPU_BENCHMARK[:7]]
   found.append({"kind": "deterministic"})
   return found

@@ -14,10 +14,12 @@ import numpy as np
 
 from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
 
 _ROPE_THETA = 500_000.0
 # bf16 keeps 8 bits of f32 results, and weights are rounded before they are multiplied with values.
 _ABSOLUTE, _RELATIVE, _NORM = 4e-3, 2.0**-8, 5e-3
+_FP8_STEP = 2.0**-3  # relative distance of two neighbors of e4m3
 
 
 class Wrong(Exception):
@@ -73,7 +75,7 @@ class KernelCase:
   """A spec laid out `copies` times over one pool, so that repeated calls read other memory.
 
   Attributes:
-    spec: dtype bfloat16.
+    spec: dtype bfloat16; kv_dtype "" or "uint8", for bytes of fp8.
     copies: copies of the rows.
     seed: seed of the layout and of the numbers.
   """
@@ -140,7 +142,12 @@ class KernelCase:
   @property
   def nbytes(self) -> int:
     """The pool's size in bytes."""
-    return 2 * int(np.prod(self.kv_shape()))
+    return self.kv_dtype.itemsize * int(np.prod(self.kv_shape()))
+
+  @property
+  def kv_dtype(self) -> np.dtype:
+    """The pool's dtype."""
+    return jnp.dtype(self.spec.stored_dtype)
 
   def kv_shape(self) -> tuple[int, ...]:
     """The pool's shape in the GPU kernels' layout: [P, K, 2, page, H]."""
@@ -157,8 +164,9 @@ class KernelCase:
     return valid
 
   def pool(self, before: bool) -> jax.Array:
-    """bf16, normal numbers where `_valid`, NaN elsewhere."""
-    return _fill(self.kv_shape(), jax.random.key(self.seed), jnp.asarray(self._valid(before)))
+    """bf16 or bytes of fp8: normal numbers where `_valid`, NaN elsewhere."""
+    filled = _fill(self.kv_shape(), jax.random.key(self.seed), jnp.asarray(self._valid(before)))
+    return to_fp8(filled) if self.kv_dtype == BYTES else filled
 
   def qkv(self, copy: int) -> jax.Array:
     """bf16[T, K, G + 2, H]: normal numbers, NaN at padding."""
@@ -204,7 +212,7 @@ class KernelCase:
       mine = (tokens >= self.query_starts[row]) & (tokens < self.query_starts[row + 1])
       if mine.any():
         blocks = -(-length // spec.block_size)
-        pages = np.asarray(kv[jnp.asarray(self.tables[copy, row, :blocks])]).astype(np.float32)
+        pages = numbers_of(kv[jnp.asarray(self.tables[copy, row, :blocks])])
         keys, values = pages.transpose(2, 1, 0, 3, 4).reshape(2, spec.num_kv_heads, -1, spec.head_dim)[:, :, :length]
         out[mine] = _dense(queries[mine], keys, values, self.positions[tokens[mine]], spec)
     return out
@@ -249,8 +257,22 @@ def rounded(array: np.ndarray) -> np.ndarray:
   return array.astype(jnp.bfloat16).astype(np.float32)
 
 
-def compare(what: str, found: np.ndarray, expected: np.ndarray, tokens: np.ndarray) -> float:
+def numbers_of(kv: jax.Array) -> np.ndarray:
+  """Returns the numbers of a part of a pool, f32."""
+  return np.asarray(from_fp8(kv) if kv.dtype == BYTES else kv).astype(np.float32)
+
+
+def stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  """Returns numbers of bf16, held in f32, as a pool of `dtype` holds them."""
+  return np.asarray(from_fp8(to_fp8(jnp.asarray(array)))) if dtype == BYTES else array
+
+
+def compare(
+  what: str, found: np.ndarray, expected: np.ndarray, tokens: np.ndarray, dtype: np.dtype | None = None
+) -> float:
   """Returns the relative error in norm of [n, ...] at `tokens`.
+
+  Args: dtype: of the pool that holds the numbers; None: bf16.
 
   Raises:
     Wrong: it is too large, or an element is NaN or off by more than rounding explains.
@@ -263,7 +285,8 @@ def compare(what: str, found: np.ndarray, expected: np.ndarray, tokens: np.ndarr
     raise Wrong(f"{what}: {bad.sum()} of {len(bad)} tokens hold NaN or Inf, the first is token {tokens[bad.argmax()]}")
   off = np.abs(found - expected)
   norm = float(np.linalg.norm(off) / max(np.linalg.norm(expected), 1e-30))
-  over = off - (_ABSOLUTE + _RELATIVE * np.abs(expected))
+  # What is rounded twice may become the other neighbor in fp8.
+  over = off - (_ABSOLUTE + (_FP8_STEP if dtype == BYTES else _RELATIVE) * np.abs(expected))
   if over.max() > 0 or not norm < _NORM:
     at = np.unravel_index(over.argmax(), over.shape)
     wrong = int((over.reshape(len(over), -1).max(1) > 0).sum())

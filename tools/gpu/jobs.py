@@ -5,7 +5,7 @@ A job is a JSON object with a "kind" and that kind's fields. `prepare` turns it 
 
   ceiling        "what": "read", "way": "rows" | "all" | "sum"
   ceiling        "what": "copy" | "matmul"
-  check          "op": "parts" | "attend", "spec": NAME
+  check          "op": "parts" | "attend", "spec": NAME, and for a pool of fp8 "kv_dtype": "uint8"
   time           "op": "decode" | "prefill" | "write" | "attend" | "dense", "spec": NAME
                  and for a sweep: "tuning": {field: value}, "block_size": tokens
   profile        the fields of "time"; returns the profiler's figures for the kernels
@@ -250,6 +250,7 @@ def _kernels(job: Job, setting: Setting) -> _Kernels:
   spec = setting.spec(job["spec"])
   if "block_size" in job:
     spec = cases.with_blocks_of(spec, job["block_size"])
+  spec = dataclasses.replace(spec, kv_dtype=job.get("kv_dtype", ""))
   return _Kernels(setting, spec, setting.tuning(spec, job.get("tuning", {})), job["op"] == "attend")
 
 
@@ -278,11 +279,11 @@ def _check_written(case: KernelCase, kv: jax.Array, tokens: np.ndarray, copy: in
   """Checks that the slots of `tokens` hold their rotated keys and their values."""
   page = case.spec.block_size
   slots = jnp.asarray(case.slots[copy, tokens])
-  found = np.asarray(kv[slots // page, :, :, slots % page]).astype(np.float32)  # [n, K, 2, H]
-  projected = cases.tokens_of(case.qkv(copy), tokens)
-  keys = cases.rounded(case.rotated(projected[:, :, -2], tokens))
-  cases.compare("keys in the pool", found[:, :, 0], keys, tokens)
-  return cases.compare("values in the pool", found[:, :, 1], projected[:, :, -1], tokens)
+  found = cases.numbers_of(kv[slots // page, :, :, slots % page])  # [n, K, 2, H]
+  projected, dtype = cases.tokens_of(case.qkv(copy), tokens), case.kv_dtype
+  keys = cases.stored(cases.rounded(case.rotated(projected[:, :, -2], tokens)), dtype)
+  cases.compare("keys in the pool", found[:, :, 0], keys, tokens, dtype)
+  return cases.compare("values in the pool", found[:, :, 1], cases.stored(projected[:, :, -1], dtype), tokens)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -290,7 +291,8 @@ def _changed(before: jax.Array, after: jax.Array, slots: jax.Array, page: int) -
   """Counts values outside block 0 and `slots` whose bits differ."""
   at = slots // page, slice(None), slice(None), slots % page
   expected = before.at[at].set(after[at])
-  same = jax.lax.bitcast_convert_type(expected, jnp.uint16) == jax.lax.bitcast_convert_type(after, jnp.uint16)
+  bits = jnp.uint8 if after.dtype == jnp.uint8 else jnp.uint16
+  same = jax.lax.bitcast_convert_type(expected, bits) == jax.lax.bitcast_convert_type(after, bits)
   return jnp.sum(jnp.logical_not(same[1:]).astype(jnp.int32))
 
 
@@ -299,7 +301,7 @@ def _check(job: Job, setting: Setting) -> Prepared:
   case, spec, whole = KernelCase(kernels.spec), kernels.spec, job["op"] == "attend"
   qkv = jax.eval_shape(lambda: case.qkv(0))
   half = jax.ShapeDtypeStruct((spec.num_tokens, spec.head_dim // 2), jnp.float32)
-  kv = jax.ShapeDtypeStruct(case.kv_shape(), jnp.bfloat16)
+  kv = jax.ShapeDtypeStruct(case.kv_shape(), case.kv_dtype)
   ints = jnp.int32
   lens, starts = jax.ShapeDtypeStruct((spec.num_rows,), ints), jax.ShapeDtypeStruct((spec.num_rows + 1,), ints)
   tables = jax.ShapeDtypeStruct((spec.num_rows, spec.table_width), ints)
@@ -408,7 +410,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
     return found | {"times": times, "bytes": cases.read_bytes(spec), "flops": cases.flops(spec)}
 
   abstract_calls = jax.eval_shape(inputs)
-  pool = jax.ShapeDtypeStruct(case.kv_shape(), jnp.bfloat16)
+  pool = jax.ShapeDtypeStruct(case.kv_shape(), case.kv_dtype)
   arguments = ((pool, (result,) * times), abstract_calls, *jax.eval_shape(shared))
   return setting.prepared(program, arguments, run, donate=(0,))
 

@@ -196,6 +196,7 @@ def _failures(results: Results) -> list[str]:
 def describe(job: Mapping[str, Any]) -> str:
   """Describes a job in a few words."""
   words = [str(job[name]) for name in ("kind", "op", "what", "way", "spec", "rows", "context") if name in job]
+  words += ["fp8 KV"] * ("kv_dtype" in job)
   if "tuning" in job:
     words.append(" ".join(f"{name}={value}" for name, value in (job["tuning"] | {"block": job["block_size"]}).items()))
   return " ".join(words)

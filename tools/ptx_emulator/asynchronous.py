@@ -9,12 +9,8 @@ import numpy as np
 
 from tools.ptx_emulator.block import Block, Group, KernelFault, MemoryBarrier, NamedBarrier, Operation, Waiting, Warp
 from tools.ptx_emulator.clocks import Knowledge
-from tools.ptx_emulator.matrix import (
-  MatrixDescriptor,
-  accumulator_places,
-  bf16_to_f32,
-  operand_places,
-)
+from tools.ptx_emulator.floats import bf16_to_f32
+from tools.ptx_emulator.matrix import MatrixDescriptor, accumulator_places, operand_places
 from tools.ptx_emulator.memory import AccessError, Buffer
 from tools.ptx_emulator.operations import (
   Body,

@@ -88,15 +88,3 @@ def operand_places() -> tuple[np.ndarray, np.ndarray]:
   columns = thread % 4 * 2 + half + 8 * (register // 2)
   shape = np.broadcast_shapes(rows.shape, columns.shape)
   return np.broadcast_to(rows, shape), np.broadcast_to(columns, shape)
-
-
-def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
-  """Widens uint16 to f32."""
-  return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def f32_to_bf16(values: np.ndarray) -> np.ndarray:
-  """Rounds f32 to the nearest bf16, ties to even: uint16. A NaN becomes 0x7FFF, as cvt.rn makes it."""
-  bits = values.view(np.uint32)
-  rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-  return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)

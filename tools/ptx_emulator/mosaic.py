@@ -264,7 +264,7 @@ def emulate_kernels(seed: int = 0) -> Emulation:
 
     def run(*inputs: Any) -> list[np.ndarray]:
       given = [np.array(value, order="C") for value in inputs]
-      made = [np.full(out.shape, _unwritten(out.dtype), out.dtype) for out in outputs]
+      made = [_unwritten(out.shape, out.dtype) for out in outputs]
       for source, target in aliases.items():
         made[target] = given[source]
       try:
@@ -281,5 +281,6 @@ def emulate_kernels(seed: int = 0) -> Emulation:
   return Emulation(compiled, faults)
 
 
-def _unwritten(dtype: Any) -> Any:
-  return np.nan if jax.numpy.issubdtype(dtype, jax.numpy.floating) else -1
+def _unwritten(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+  """Returns an array whose bits are all 1: NaN in each float, also of 8 bits."""
+  return np.full((*shape, np.dtype(dtype).itemsize), 0xFF, np.uint8).view(dtype)[..., 0]

@@ -13,7 +13,7 @@ import re
 import numpy as np
 
 from tools.ptx_emulator.block import LANES, Block, Execute, Group, KernelFault, Waiting, Warp
-from tools.ptx_emulator.matrix import bf16_to_f32, f32_to_bf16
+from tools.ptx_emulator.floats import bf16_to_f32, e4m3_to_f16, f32_to_bf16, f32_to_e4m3
 from tools.ptx_emulator.memory import SharedMemory
 from tools.ptx_emulator.reader import (
   Address,
@@ -362,6 +362,24 @@ def _convert(context: Context, instruction: PtxInstruction) -> Body:
   if modifiers == ("f32", "bf16"):
     a = context.fetch(instruction.operands[1], np.uint16)
     return lambda block, warp, group, mask: write(warp, target, bf16_to_f32(a(block, warp)), mask)
+  if modifiers == ("rn", "satfinite", "e4m3x2", "f32"):
+    high, low = (context.fetch(operand, np.float32) for operand in instruction.operands[1:])
+
+    def narrow(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+      upper = f32_to_e4m3(high(block, warp)).astype(np.uint16) << 8
+      write(warp, target, upper | f32_to_e4m3(low(block, warp)), mask)
+
+    return narrow
+  if modifiers == ("rn", "f16x2", "e4m3x2"):
+    pair = context.fetch(instruction.operands[1], np.uint16)
+    return lambda block, warp, group, mask: write(
+      warp, target, e4m3_to_f16(pair(block, warp).view(np.uint8)).view(np.uint32), mask
+    )
+  if modifiers == ("f32", "f16"):
+    half = context.fetch(instruction.operands[1], np.uint16)
+    return lambda block, warp, group, mask: write(
+      warp, target, half(block, warp).view(np.float16).astype(np.float32), mask
+    )
   to, source = modifiers[-2:]
   rounding = modifiers[:-2]
   if to not in _KINDS or source not in _KINDS or rounding not in ((), ("rn",)):

@@ -123,7 +123,7 @@ class Kernel:
     instructions: in order, without declarations.
     labels: name -> index of the instruction behind it.
     shared: name -> bytes of a shared variable; 0 for dynamic shared memory.
-    registers: type by register, such as "b32"; those declared as a range (%r<9>) by their prefix ("%r").
+    registers: type by register, such as "b32"; those of the kernel declared as a range (%r<9>) by their prefix ("%r").
   """
 
   name: str
@@ -258,10 +258,12 @@ class _Body:
     found = _REGISTERS.match(text)
     if found is None:
       raise PtxError(f"line {line}: unknown declaration: {text}")
-    for name in found[2].split(","):
-      name = name.strip().split("<")[0]
-      self._scopes[-1][1].add(name)
-      self.registers[self._resolve(name)] = found[1]
+    number, names = self._scopes[-1]
+    for declared in found[2].split(","):
+      name, _, count = declared.strip().removesuffix(">").partition("<")
+      for each in [f"{name}{index}" for index in range(int(count))] if count and number else [name]:
+        names.add(each)
+        self.registers[self._resolve(each)] = found[1]
 
   def _read_instruction(self, text: str, line: int) -> PtxInstruction:
     guard, negated, rest = None, False, text

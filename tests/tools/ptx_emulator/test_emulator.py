@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tools.ptx_emulator.block import KernelFault
 from tools.ptx_emulator.emulator import run_kernel
-from tools.ptx_emulator.matrix import bf16_to_f32, f32_to_bf16
+from tools.ptx_emulator.floats import bf16_to_f32, e4m3_to_f16, f32_to_bf16, f32_to_e4m3
 from tools.ptx_emulator.memory import AccessError, GlobalMemory
 from tools.ptx_emulator.reader import PtxError, read_kernels
 from tools.ptx_emulator.tensor_map import TensorMap, swizzle_offsets
@@ -383,3 +384,37 @@ def test_fields_of_bits_have_their_sign():
     out = np.zeros(32, np.int32)
     run(body.format(kind=kind), [out], threads=32)
     np.testing.assert_array_equal(out, wanted)
+
+
+def test_fp8_is_that_of_ml_dtypes():
+  bits = np.arange(256, dtype=np.uint8)
+  np.testing.assert_array_equal(e4m3_to_f16(bits), bits.view(ml_dtypes.float8_e4m3fn).astype(np.float16))
+  finite = np.sort(bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[np.r_[0:0x7F, 0x80:0xFF]])
+  middles = (finite[1:] + finite[:-1]) / 2  # ties, and their neighbors
+  values = np.concatenate([finite, middles, np.nextafter(middles, np.inf), np.nextafter(middles, -np.inf)])
+  wanted = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+  np.testing.assert_array_equal(f32_to_e4m3(values.astype(np.float32)), wanted)
+  # Numbers beyond the largest become it (.satfinite), where ml_dtypes gives NaN.
+  beyond = np.array([465, 1e9, np.inf, -465, -np.inf], np.float32)
+  assert f32_to_e4m3(beyond).tolist() == [0x7E] * 3 + [0xFE] * 2
+  assert f32_to_e4m3(np.array([np.nan, -np.nan], np.float32)).tolist() == [0x7F, 0x7F]
+
+
+def test_conversions_of_fp8_pack_their_first_operand_high():
+  """Inline assembly declares ranges of registers within its braces."""
+  out = np.zeros(128, np.int32)
+  body = """
+  ld.param.b64 %rd1, [a];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.s64 %rd3, %rd1, %rd2;
+  { .reg .b16 pair<2>; .reg .b32 wide<1>;
+  cvt.rn.satfinite.e4m3x2.f32 pair0, 0f44800000, 0fBF800000;
+  mov.b16 pair1, pair0;
+  cvt.rn.f16x2.e4m3x2 wide0, pair1;
+  mov.b32 %r2, wide0; }
+  st.global.b32 [%rd3], %r2;
+"""
+  run(body, [out])
+  assert out.view(np.float16).reshape(-1, 2)[0].tolist() == [-1.0, 448.0]  # 1024 is beyond the largest
+  assert (out == out[0]).all()
