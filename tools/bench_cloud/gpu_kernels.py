@@ -13,7 +13,7 @@ import sys
 from tools.arguments import CommandParser, positive_float
 from tools.gpu import __main__ as gpu_main
 
-_STAGES = "ceilings,check,time,peers"
+_STAGES = "smoke,ceilings,check,time,peers"
 # A dry run interprets kernels, at seconds each, so it runs two specs.
 _DRY = ("--dry_run=interpret", "--only=check", "--match=^check parts (decode|one_row_of_one_token)$")
 

@@ -8,6 +8,7 @@
 
 The stages of the kernels run by default:
 
+  smoke     a copy by TMA, and each kernel alone on tiny data that the host makes; 20 s of patience a job
   ceilings  a read-only reduction, a copy and a bf16 matmul
   check     every kernel on every arg spec against dense attention in f32; with --deterministic, one request's bits in
             every batch
@@ -17,8 +18,9 @@ The stages of the kernels run by default:
   step      whole decode steps of Llama-3-8B
   sweep     settings of the kernels
 
-Each job runs in a process that may hang or die without affecting the others. The tool writes results.jsonl into DIR
-after every job, and table.txt and tuning.json at the end. --merge puts tuning.json into
+Each job runs in a process that may hang or die without affecting the others. A kernel that costs two processes is not
+run again; hangs.txt in DIR has its program counters, where cuda-gdb is installed. The tool writes results.jsonl,
+table.txt and meta.json into DIR after every job, and tuning.json at the end. --merge puts tuning.json into
 pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
 
 The stages of the engine (tools/gpu/engine.py), the most important first:
@@ -41,31 +43,40 @@ runs their PTX on a CPU (tools/ptx_emulator); it needs the packages of requireme
 everything for an H200 without the hardware.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
-import datetime
+import functools
 import itertools
 import json
-import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.gpu import engine, protocol, report, sweep
-from tools.gpu.protocol import Job, Record
+from tools.gpu import engine, sweep
+from tools.gpu.device_run import DeviceRun, describe_card, finish, open_run
+from tools.gpu.protocol import Job
 from tools.measure import ROOT, commit
 
-STAGES = ("ceilings", "check", "time", "profile", "peers", "step", "sweep")
-_PARTS = {"ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}  # share of the time
-_BATCH = 8  # jobs that compile concurrently
-_PATIENCE_S = {"device": 90.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
+STAGES = ("smoke", "ceilings", "check", "time", "profile", "peers", "step", "sweep")
+_PARTS = {
+  "smoke": 2,
+  "ceilings": 4,
+  "check": 6,
+  "time": 4,
+  "profile": 1,
+  "peers": 2,
+  "step": 2,
+  "sweep": 1,
+}  # share of the time
+_SMOKE_SHARE = 0.6  # of the time, if kernels hang: nothing else is worth as much
+# Seconds without a sign of life after which a job of the smoke stage hangs; interpreted kernels are slow.
+_SMOKE_PATIENCE_S = {"device": 20.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
 
 _DECODED = (
@@ -121,6 +132,10 @@ def ends(stages: Sequence[str]) -> dict[str, float]:
 
 def jobs_of(stage: str) -> list[Job]:
   """Returns a stage's jobs; the sweep's follow from its results."""
+  if stage == "smoke":
+    from tools.gpu.smoke import smoke_jobs
+
+    return smoke_jobs("gpu")
   if stage == "ceilings":
     ways = ("rows", "all", "sum")
     read: list[Job] = [{"kind": "ceiling", "what": "read", "way": way} for way in ways]
@@ -143,110 +158,35 @@ def jobs_of(stage: str) -> list[Job]:
   return []
 
 
-@dataclasses.dataclass
-class GpuRun:
-  """One run: its time, its workers and its files.
+def sweep_settings(run: DeviceRun) -> dict[str, Any] | None:
+  """Varies the settings until the time is spent, and adds a line a factor to the table.
 
-  Attributes:
-    log, results: the processes' output, and a JSON line for each job.
-    mode: "device", "interpret", "emulate" or "compile".
-    seconds: limit for all of it, from `started` (time.monotonic()) on.
-    match: leaves out jobs whose description does not contain it.
+  Returns:
+    The contents of tuning.json, or None if no factor could be judged.
   """
+  from pallas_kernels.paged_attention.tuning import tuning_for
 
-  log: TextIO
-  results: TextIO
-  mode: str
-  seconds: float
-  match: re.Pattern[str]
-  started: float = dataclasses.field(default_factory=time.monotonic)
-  records: list[Record] = dataclasses.field(default_factory=list)
-
-  def __post_init__(self):
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch's process needs memory as well
-    if self.mode != "device":
-      environment["JAX_PLATFORMS"] = "cpu"
-    python, patience = sys.executable, _PATIENCE_S[self.mode]
-    worker_command = [python, "-m", "tools.gpu.worker", self.mode]
-    self.worker = protocol.Worker(worker_command, environment, self.log, patience)
-    self.peer = protocol.Worker([python, "-m", "tools.gpu.torch_peer"], environment, self.log, patience)
-
-  def close(self) -> None:
-    """Ends the workers."""
-    for worker in (self.worker, self.peer):
-      worker.close()
-
-  def write(self, **line: Any) -> None:
-    """Adds a line to results.jsonl."""
-    self.results.write(json.dumps(line) + "\n")
-    self.results.flush()
-
-  def do(self, jobs: Sequence[Job], share: float) -> Generator[Record]:
-    """Runs jobs in batches until this share of the time is spent; every job gets a record."""
-    jobs = [job for job in jobs if self.match.search(report.describe(job))]
-    while jobs:
-      batch, jobs = jobs[:_BATCH], jobs[_BATCH:]
-      hard = self.started + self.seconds
-      if time.monotonic() >= self.started + share * self.seconds:
-        found = ({"job": job, "ok": False, "error": protocol.OUT_OF_TIME} for job in batch)
-      elif batch[0]["kind"] == "peer":
-        found = self._peers(batch, hard)
-      else:
-        found = self.worker.run(batch, hard)
-      for record in found:
-        self.records.append(record)
-        self.write(**record)
-        state = f"{record['figures'].get('us', 0):.1f} us" if record["ok"] else record["error"].splitlines()[0][:160]
-        print(f"{time.monotonic() - self.started:6.1f} s  {report.describe(record['job'])}: {state}", file=sys.stderr)
-        yield record
-
-  def _peers(self, batch: Sequence[Job], deadline: float) -> list[Record]:
-    try:
-      return list(self.peer.run(batch, deadline))
-    except protocol.DidNotStart as error:  # torch is missing
-      return [{"job": job, "ok": False, "error": str(error)} for job in batch]
-
-  def sweep(self) -> tuple[list[str], dict[str, Any] | None]:
-    """Varies the settings until the time is spent; returns lines for the table and the contents of tuning.json.
-
-    Returns no settings if no factor could be judged.
-    """
-    from pallas_kernels.paged_attention.tuning import tuning_for
-
-    if not self.worker.hello:  # no job has run yet
-      list(self.worker.run([{"kind": "ceiling", "what": "copy"}], self.started + self.seconds))
-    kind, lines, judged = self.worker.hello.get("device", ""), [], False
-    start = dataclasses.asdict(tuning_for(kind, 128, 64))
-    current = start | {"lowering": start["lowering"].name, "block_size": 64}
-    for factor in sweep.FACTORS:
-      records = list(self.do(sweep.jobs(factor, current), 1.0))
-      if not records:
-        continue
-      chosen, ratio = sweep.choose(factor, current, records)
-      judged |= ratio is not None
-      changed = {name: value for name, value in chosen.items() if value != current[name]}
-      timed = sum(record["ok"] for record in records)
-      lines.append(
-        f"{factor.name}: {timed} of {len(records)} timed; "
-        + ("unknown" if ratio is None else f"{changed} takes {ratio:.3f} of the time" if changed else "as it is")
-      )
-      if factor.name != "block size":  # the kernels' caller chooses the size
-        current = chosen
-    tuning = {name: value for name, value in current.items() if name != "block_size"}
-    return lines, {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning} if judged else None
-
-
-def _clocks() -> str:
-  """Returns nvidia-smi's report of the card, or the reason why there is none."""
-  query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
-  if not shutil.which("nvidia-smi"):
-    return "no nvidia-smi"
-  command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-  except subprocess.TimeoutExpired:
-    return "nvidia-smi did not answer"
-  return (done.stdout or done.stderr).strip()
+  if not run.worker.hello:  # no job has run yet
+    list(run.worker.run([{"kind": "ceiling", "what": "copy"}], run.started + run.seconds))
+  kind, judged = run.worker.hello.get("device", ""), False
+  start = dataclasses.asdict(tuning_for(kind, 128, 64))
+  current = start | {"lowering": start["lowering"].name, "block_size": 64}
+  for factor in sweep.FACTORS:
+    records = list(run.do(sweep.jobs(factor, current), 1.0))
+    if not records:
+      continue
+    chosen, ratio = sweep.choose(factor, current, records)
+    judged |= ratio is not None
+    changed = {name: value for name, value in chosen.items() if value != current[name]}
+    timed = sum(record["ok"] for record in records)
+    run.notes.append(
+      f"sweep: {factor.name}: {timed} of {len(records)} timed; "
+      + ("unknown" if ratio is None else f"{changed} takes {ratio:.3f} of the time" if changed else "as it is")
+    )
+    if factor.name != "block size":  # the kernels' caller chooses the size
+      current = chosen
+  tuning = {name: value for name, value in current.items() if name != "block_size"}
+  return {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning} if judged else None
 
 
 def merge(path: pathlib.Path) -> None:
@@ -299,16 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
       sizes = dataclasses.replace(sizes, engine=(*sizes.engine, f"--attention={args.attention}"))
     deadline = time.monotonic() + 60 * args.minutes
     return measure_engine(stages, args.out, args.scratch.absolute(), deadline, sizes, args.torch_python)
-  with (
-    open(args.out / "log.txt", "w", encoding="utf-8") as log,
-    open(args.out / "results.jsonl", "w", encoding="utf-8") as results,
-  ):
-    run = GpuRun(log, results, args.dry_run or "device", 60 * args.minutes, re.compile(args.match))
-    try:
-      return measure(run, stages, args.out)
-    except protocol.DidNotStart as error:
-      print(f"{error}: {args.out / 'log.txt'}", file=sys.stderr)
-      return 2
+  mode, match = args.dry_run or "device", re.compile(args.match)
+  with open_run(args.out, mode=mode, seconds=60 * args.minutes, match=match) as run:
+    return finish(run, functools.partial(run_stages, stages=stages))
 
 
 def measure_engine(
@@ -316,7 +249,7 @@ def measure_engine(
 ) -> int:
   """Runs stages of the engine; writes engine.json and engine.txt after each command; returns the exit code."""
   dry = " (dry: no time means anything)" if sizes.device == "cpu" else ""
-  head = f"commit {commit()}, {_clocks()}{dry}"
+  head = f"commit {commit()}, {describe_card()}{dry}"
   commands = engine.stages(scratch, sizes, torch)
   chosen = [command for stage in engine.STAGES if stage in stages for command in commands[stage]]
 
@@ -329,7 +262,7 @@ def measure_engine(
   scratch.mkdir(parents=True, exist_ok=True)
   with open(out / "engine_log.txt", "w", encoding="utf-8") as log:
     results = engine.measure(chosen, deadline, log, keep)
-  print(f"clocks after: {_clocks()}\n{(out / 'engine.txt').read_text('utf-8')}", end="", flush=True)
+  print(f"clocks after: {describe_card()}\n{(out / 'engine.txt').read_text('utf-8')}", end="", flush=True)
   return int(any("error" in found for found in results.values()))
 
 
@@ -342,38 +275,26 @@ def compile_engine(stages: Sequence[str], out: pathlib.Path) -> int:
   return int(failed != 0)
 
 
-def measure(run: GpuRun, stages: Sequence[str], out: pathlib.Path) -> int:
-  """Runs the stages, writes the files, prints the table; returns the exit code."""
-  meta: dict[str, Any] = {
-    "mode": run.mode,
-    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "commit": commit(),
-    "clocks_before": _clocks(),
-  }
-  lines: list[str] = []
-  try:
-    run.write(meta=meta)
-    for stage in STAGES:
-      if stage in stages and not (stage in ("profile", "peers") and run.mode != "device"):
-        with contextlib.closing(run.do(jobs_of(stage), ends(stages)[stage])) as records:
-          for record in records:
-            if stage == "profile" and not record["ok"]:
-              break  # a profiler that fails or hangs once will do so again
-        if stage == "time":
-          meta["clocks_after_time"] = _clocks()
-    if "sweep" in stages:
-      lines, suggestion = run.sweep()
-      if suggestion:
-        (out / "tuning.json").write_text(json.dumps(suggestion, indent=1) + "\n", "utf-8")
-  finally:
-    run.close()
-    meta |= run.worker.hello | run.peer.hello | {"minutes": (time.monotonic() - run.started) / 60}
-    meta["processes"] = run.worker.starts
-    (out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-    text = report.table(meta, run.records, lines)
-    (out / "table.txt").write_text("\n".join(text) + "\n", "utf-8")
-    print("\n".join(text), flush=True)
-  return int(any(report.failed(record) for record in run.records))
+def run_stages(run: DeviceRun, stages: Sequence[str]) -> None:
+  """Runs the stages of the kernels; writes tuning.json if there is a sweep."""
+  for stage in STAGES:
+    if stage not in stages or (stage in ("profile", "peers") and run.mode != "device"):
+      continue
+    share = ends(stages)[stage]
+    if stage == "smoke":
+      records = run.do_twice(jobs_of(stage), max(share, _SMOKE_SHARE), _SMOKE_PATIENCE_S[run.mode])
+    else:
+      records = run.do(jobs_of(stage), share)
+    with contextlib.closing(records):
+      for record in records:
+        if stage == "profile" and not record["ok"]:
+          break  # a profiler that fails or hangs once will do so again
+    if stage == "time":
+      run.meta["card_after_time"] = describe_card()
+  if "sweep" in stages:
+    suggestion = sweep_settings(run)
+    if suggestion:
+      (run.out / "tuning.json").write_text(json.dumps(suggestion, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

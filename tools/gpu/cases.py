@@ -4,9 +4,10 @@ Keys and values that no row uses are NaN, as are the projections of padding toke
 kernel that reads or skips one shows. The oracle is numpy's dense attention in f32, row by row, on the kernel's numbers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,42 @@ _FP8_STEP = 2.0**-3  # relative distance of two neighbors of e4m3
 
 
 class Wrong(Exception):
-  """A kernel's result is wrong; the text says where and by how much."""
+  """A kernel's result is wrong; the text says where and by how much.
+
+  Attributes:
+    figures: what was found nevertheless.
+  """
+
+  figures: dict[str, Any] = {}
+
+
+class Comparisons:
+  """The comparisons of one job. A wrong one does not stop those that follow."""
+
+  def __init__(self):
+    self.errors: dict[str, float] = {}
+    self.wrong: list[str] = []
+
+  def add(self, name: str, compare: Callable[[], float]) -> None:
+    """Calls a comparison that returns its error or raises Wrong."""
+    try:
+      self.errors[name] = compare()
+    except Wrong as error:
+      self.wrong.append(str(error))
+
+  def require(self, is_right: bool, otherwise: str) -> None:
+    """Adds a wrong result, described by `otherwise`, unless `is_right`."""
+    if not is_right:
+      self.wrong.append(otherwise)
+
+  def finish(self, **figures: Any) -> dict[str, Any]:
+    """Returns the figures and each error by name; raises Wrong, which holds them, with all wrong results."""
+    figures = {**figures, **self.errors}
+    if not self.wrong:
+      return figures
+    error = Wrong("; ".join(self.wrong))
+    error.figures = figures | {"wrong": self.wrong}
+    raise error
 
 
 def shrunk(spec: ArgSpec) -> ArgSpec:

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from engine.errors import ConfigError
-from tools.gpu.protocol import ENDING_S
+from tools.gpu.protocol import ENDING_S, last_words, name_exit
 from tools.measure import ROOT
 from tools.peers.agreement import compare
 from tools.workload import read_tokens
@@ -259,7 +259,7 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
   try:
     said, _ = process.communicate(timeout=limit_s)
     if process.returncode:
-      found = {"error": f"exit code {process.returncode}: {_last_words(log.name, begin)}"}
+      found = {"error": f"{name_exit(process.returncode)}: {last_words(log.name, begin)}"}
     else:
       found = json.loads(said.strip().splitlines()[-1])
   except subprocess.TimeoutExpired:
@@ -276,14 +276,6 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
       found = json.loads(command.kept.read_text("utf-8")) | found
   found["took_s"] = round(time.monotonic() - started, 1)
   return found
-
-
-def _last_words(path: str, begin: int) -> str:
-  """Returns the last non-empty line behind byte `begin` of a log."""
-  with open(path, "rb") as file:
-    file.seek(max(begin, os.fstat(file.fileno()).st_size - 4096))
-    lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-  return lines[-1][:200] if lines else "it said nothing"
 
 
 def measure(

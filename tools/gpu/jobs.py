@@ -11,6 +11,7 @@ A job is a JSON object with a "kind" and that kind's fields. `prepare` turns it 
   profile        the fields of "time"; returns the profiler's figures for the kernels
   step           "rows": B, "context": tokens
   deterministic  no fields; see invariance.py
+  smoke          see smoke.py
 """
 
 from collections.abc import Callable
@@ -27,11 +28,11 @@ import numpy as np
 
 from pallas_kernels.paged_attention import arg_specs, gpu, gpu_decode, gpu_prefill, gpu_write
 from pallas_kernels.paged_attention import plan as plan_lib
-from pallas_kernels.paged_attention.api import PagedAttention
+from pallas_kernels.paged_attention.api import PagedAttention, check_gpu_capability
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.tuning import Tuning, count_sms, tuning_for
 from tools.gpu import cases, timing
-from tools.gpu.cases import KernelCase, Wrong
+from tools.gpu.cases import Comparisons, KernelCase
 from tools.gpu.protocol import Job, Prepared
 
 _COLD_BYTES = 2**28  # inputs rotate over at least this many bytes: several times an L2 cache
@@ -130,7 +131,7 @@ def _ceiling(job: Job, setting: Setting) -> Prepared:
 
     def time_it(compiled):
       left, right = [_normal(matrix, key) for key in range(times)], _normal(matrix, 99)
-      carry = tuple(_nan(matrix) for _ in range(times))
+      carry = tuple(nan_like(matrix) for _ in range(times))
       _, found = timing.measure(compiled, carry, (tuple(left), right), times, setting.effort)
       return found | {"flops_per_s": 2e6 * size**3 / found["us"]}
 
@@ -178,7 +179,7 @@ def _random(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernels:
+class Kernels:
   """The kernels' calls on one spec. `rows` of a call: block_tables, kv_lens, query_starts, packed plan."""
 
   setting: Setting
@@ -246,25 +247,27 @@ class _Kernels:
     return jax.jit(call)
 
 
-def _kernels(job: Job, setting: Setting) -> _Kernels:
+def _kernels(job: Job, setting: Setting) -> Kernels:
+  if setting.mode == "device":
+    check_gpu_capability(setting.device.compute_capability)
   spec = setting.spec(job["spec"])
   if "block_size" in job:
     spec = cases.with_blocks_of(spec, job["block_size"])
   spec = dataclasses.replace(spec, kv_dtype=job.get("kv_dtype", ""))
-  return _Kernels(setting, spec, setting.tuning(spec, job.get("tuning", {})), job["op"] == "attend")
+  return Kernels(setting, spec, setting.tuning(spec, job.get("tuning", {})), job["op"] == "attend")
 
 
-def _rows(kernels: _Kernels, case: KernelCase) -> tuple[jax.Array, ...]:
+def row_arrays(kernels: Kernels, case: KernelCase) -> tuple[jax.Array, ...]:
   """Returns kv_lens, query_starts and the plan, which all copies share."""
   work = kernels.plan.make_work(case.query_starts, case.kv_lens)
   return tuple(jnp.asarray(x) for x in (case.kv_lens, case.query_starts, work))
 
 
-def _angles(case: KernelCase) -> tuple[jax.Array, jax.Array]:
+def angle_arrays(case: KernelCase) -> tuple[jax.Array, jax.Array]:
   return jnp.asarray(np.cos(case.angles)), jnp.asarray(np.sin(case.angles))
 
 
-def _nan(like: jax.ShapeDtypeStruct) -> jax.Array:
+def nan_like(like: jax.ShapeDtypeStruct) -> jax.Array:
   return jnp.full(like.shape, jnp.nan, like.dtype)
 
 
@@ -275,15 +278,50 @@ def _host_queries(case: KernelCase, tokens: np.ndarray, copy: int = 0) -> np.nda
   return cases.rounded(case.rotated(projected, tokens)).reshape(-1, spec.num_heads, spec.head_dim)
 
 
-def _check_written(case: KernelCase, kv: jax.Array, tokens: np.ndarray, copy: int = 0) -> float:
-  """Checks that the slots of `tokens` hold their rotated keys and their values."""
+def _compare_written(
+  comparisons: Comparisons, case: KernelCase, kv: jax.Array, tokens: np.ndarray, copy: int = 0
+) -> None:
+  """Compares the slots of `tokens` with their rotated keys and their values."""
   page = case.spec.block_size
   slots = jnp.asarray(case.slots[copy, tokens])
   found = cases.numbers_of(kv[slots // page, :, :, slots % page])  # [n, K, 2, H]
   projected, dtype = cases.tokens_of(case.qkv(copy), tokens), case.kv_dtype
   keys = cases.stored(cases.rounded(case.rotated(projected[:, :, -2], tokens)), dtype)
-  cases.compare("keys in the pool", found[:, :, 0], keys, tokens, dtype)
-  return cases.compare("values in the pool", found[:, :, 1], cases.stored(projected[:, :, -1], dtype), tokens)
+  values = cases.stored(projected[:, :, -1], dtype)
+  comparisons.add("key_error", lambda: cases.compare("keys in the pool", found[:, :, 0], keys, tokens, dtype))
+  comparisons.add("value_error", lambda: cases.compare("values in the pool", found[:, :, 1], values, tokens))
+
+
+def compare_write(
+  comparisons: Comparisons, case: KernelCase, packed: jax.Array, after: jax.Array, tokens: np.ndarray
+) -> np.ndarray:
+  """Compares all that the write kernel makes of copy 0: queries of `tokens`, their slots, and the rest of the pool.
+
+  Args:
+    packed: bf16[K, T * G, H].
+    after: the pool.
+    tokens: int[n], ascending.
+
+  Returns:
+    The queries that the kernel made, f32[n, N, H].
+  """
+  made, right = cases.tokens_of(queries_by_token(case.spec, packed), tokens), _host_queries(case, tokens)
+  comparisons.add("query_error", lambda: cases.compare("rotated queries", made, right, tokens))
+  compare_pool(comparisons, case, after, tokens)
+  return made
+
+
+def compare_pool(comparisons: Comparisons, case: KernelCase, after: jax.Array, tokens: np.ndarray) -> None:
+  """Compares the pool behind a write of copy 0: the slots of `tokens`, and that nothing else changed."""
+  _compare_written(comparisons, case, after, tokens)
+  changed = int(_changed(case.pool(before=True), after, jnp.asarray(case.slots[0]), case.spec.block_size))
+  comparisons.require(not changed, f"the write changed {changed} values of the pool outside its slots")
+
+
+def queries_by_token(spec: ArgSpec, packed: jax.Array) -> jax.Array:
+  """Returns the queries of the kernels' layout, [K, T * G, H], by token: [T, N, H]."""
+  by_token = packed.reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
+  return by_token.reshape(spec.num_tokens, spec.num_heads, spec.head_dim)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -317,31 +355,28 @@ def _check(job: Job, setting: Setting) -> Prepared:
     return kv, kernels.decode(q, kv, tables, lens, starts, work, out), q
 
   def run(compiled):
-    rest = (case.qkv(0), *_angles(case), jnp.asarray(case.tables[0]))
-    lens, starts, work = _rows(kernels, case)
+    rest = (case.qkv(0), *angle_arrays(case), jnp.asarray(case.tables[0]))
+    lens, starts, work = row_arrays(kernels, case)
     rest = (*rest, lens, starts, jnp.asarray(case.slots[0]), work)
-    after, out, *queries = compiled(case.pool(before=True), _nan(kernels.output), *rest)
+    after, out, *queries = compiled(case.pool(before=True), nan_like(kernels.output), *rest)
     used = int(case.query_starts[-1])
-    tokens, figures = case.sampled(256), {}
-    expected_queries = _host_queries(case, tokens)
+    tokens, comparisons = case.sampled(256), Comparisons()
     if queries:
-      by_token = queries[0].reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
-      found = cases.tokens_of(by_token.reshape(spec.num_tokens, spec.num_heads, spec.head_dim), tokens)
-      figures["query_error"] = cases.compare("rotated queries", found, expected_queries, tokens)
-    figures["value_error"] = _check_written(case, after, tokens)
-    changed = int(_changed(case.pool(before=True), after, jnp.asarray(case.slots[0]), spec.block_size))
-    if changed:
-      raise Wrong(f"the write changed {changed} values of the pool outside its slots")
-    expected = case.attention(after, expected_queries, tokens)
-    figures["error"] = cases.compare("attention", cases.tokens_of(out, tokens), expected, tokens)
-    if not bool(jnp.isfinite(out[:used]).all()):
-      raise Wrong("attention: a token that was not sampled holds NaN or Inf")
-    if bool((out[used:] != 0).any()):
-      raise Wrong("attention: padding tokens must give zeros")
-    again, out_again, *_ = compiled(case.pool(before=True), _nan(kernels.output), *rest)
-    if not np.array_equal(np.asarray(out).view(np.uint16), np.asarray(out_again).view(np.uint16)):
-      raise Wrong("attention: the same call gave other bits, so there is a race")
-    return figures | {"tokens_compared": len(tokens)}
+      made_queries = compare_write(comparisons, case, queries[0], after, tokens)
+    else:
+      compare_pool(comparisons, case, after, tokens)
+      made_queries = _host_queries(case, tokens)
+    # Of the numbers that the write made: wrong ones are its own error, and not that of attention.
+    expected = case.attention(after, made_queries, tokens)
+    comparisons.add("error", lambda: cases.compare("attention", cases.tokens_of(out, tokens), expected, tokens))
+    comparisons.require(
+      bool(jnp.isfinite(out[:used]).all()), "attention: a token, perhaps one that was not sampled, holds NaN or Inf"
+    )
+    comparisons.require(not bool((out[used:] != 0).any()), "attention: padding tokens must give zeros")
+    _, out_again, *_ = compiled(case.pool(before=True), nan_like(kernels.output), *rest)
+    is_same = np.array_equal(np.asarray(out).view(np.uint16), np.asarray(out_again).view(np.uint16))
+    comparisons.require(is_same, "attention: the same call gave other bits, so there is a race")
+    return comparisons.finish(tokens_compared=len(tokens))
 
   arguments = (kv, kernels.output, qkv, half, half, tables, lens, starts, slots, work)
   return setting.prepared(program, arguments, run, donate=(0, 1), serial=False)
@@ -380,7 +415,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
     return found
 
   def shared() -> tuple:
-    return (*_angles(case), *_rows(kernels, case))
+    return (*angle_arrays(case), *row_arrays(kernels, case))
 
   def program(carry, calls, cos, sin, lens, starts, work):
     kv, outs = carry
@@ -401,7 +436,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
 
   def run(compiled):
     operands = inputs(), *shared()
-    carry = case.pool(before=False), tuple(_nan(result) for _ in range(times))
+    carry = case.pool(before=False), tuple(nan_like(result) for _ in range(times))
     if job["kind"] == "profile":
       kernels_us = timing.kernel_times(compiled, carry, operands, times)
       return {"kernels_us": sum(kernels_us.values()), "kernels": kernels_us, "times": times}
@@ -415,7 +450,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
   return setting.prepared(program, arguments, run, donate=(0,))
 
 
-def _spot_check(op: str, kernels: _Kernels, case: KernelCase, kv: jax.Array, result: jax.Array, copy: int) -> float:
+def _spot_check(op: str, kernels: Kernels, case: KernelCase, kv: jax.Array, result: jax.Array, copy: int) -> float:
   """Returns the error of some tokens of a call, since a timed call must be right."""
   spec = case.spec
   decoded = np.repeat(
@@ -426,15 +461,15 @@ def _spot_check(op: str, kernels: _Kernels, case: KernelCase, kv: jax.Array, res
     tokens = tokens[decoded[tokens] == (op == "decode")]
   tokens = np.unique(tokens[np.linspace(0, len(tokens) - 1, 24).astype(int)])
   if op == "write":
-    by_token = result.reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
-    found = cases.tokens_of(by_token.reshape(spec.num_tokens, spec.num_heads, spec.head_dim), tokens)
-    cases.compare("rotated queries", found, _host_queries(case, tokens, copy), tokens)
-    return _check_written(case, kv, tokens, copy)
+    found = cases.tokens_of(queries_by_token(spec, result), tokens)
+    comparisons, expected = Comparisons(), _host_queries(case, tokens, copy)
+    comparisons.add("query_error", lambda: cases.compare("rotated queries", found, expected, tokens))
+    _compare_written(comparisons, case, kv, tokens, copy)
+    return comparisons.finish().get("value_error", 0.0)
   if op == "attend":
     queries = _host_queries(case, tokens, copy)
   else:
-    packed = case.packed_queries(copy).reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim)
-    queries = cases.tokens_of(packed.transpose(1, 0, 2, 3), tokens).reshape(-1, spec.num_heads, spec.head_dim)
+    queries = cases.tokens_of(queries_by_token(spec, case.packed_queries(copy)), tokens)
   expected = case.attention(kv, queries, tokens, copy)
   return cases.compare("attention", cases.tokens_of(result, tokens), expected, tokens)
 
@@ -456,7 +491,7 @@ def _dense(job: Job, setting: Setting) -> Prepared:
 
   def run(compiled):
     calls = tuple(tuple(_normal(x, 3 * time + i) for i, x in enumerate((q, kv, kv))) for time in range(times))
-    _, found = timing.measure(compiled, tuple(_nan(q) for _ in range(times)), (calls,), times, setting.effort)
+    _, found = timing.measure(compiled, tuple(nan_like(q) for _ in range(times)), (calls,), times, setting.effort)
     return found | {"times": times, "flops": cases.flops(spec)}
 
   return setting.prepared(program, ((q,) * times, ((q, kv, kv),) * times), run, donate=(0,))
@@ -475,7 +510,14 @@ def _deterministic(job: Job, setting: Setting) -> Prepared:
   return invariance.prepare(setting)
 
 
+def _smoke(job: Job, setting: Setting) -> Prepared:
+  from tools.gpu import smoke
+
+  return smoke.prepare(job, setting)
+
+
 _KINDS = {
+  "smoke": _smoke,
   "ceiling": _ceiling,
   "check": _check,
   "deterministic": _deterministic,

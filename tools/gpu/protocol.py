@@ -3,15 +3,21 @@
 A kernel that was never run can stop a GPU for good or leave the process unable to use it. A benchmark therefore talks
 to a worker over pipes. It sends lists of jobs (JSON objects, one list a line) and gets one event a line. It kills a
 worker that sends no event for too long, and reports the worker's job as failed, with a reason.
+
+A record is a JSON object: "job", "ok", and "figures" or "error"; one with both was wrong and says how. "lost": true
+means that the job cost its process: it hung, ended the process, or left a device that no longer computes. "stuck" holds
+lines of a debugger about a job that hung.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -24,11 +30,16 @@ Record = dict[str, Any]
 OUT_OF_TIME = "out of time"
 _HEARTBEAT_S = 5.0
 ENDING_S = 10.0  # seconds for a process to end by itself
+_START_S = 120.0  # seconds for a process to import its packages and open the device
+_DUMP_S = 1.0  # seconds for a process to write its stacks
+_COMPILE_S = 300.0  # seconds in which at least one of the jobs that compile must be done
+_ERROR = re.compile(r"CUDA_ERROR|Check failed|Error:|error:|FATAL|terminate called|what\(\):")
+HANGS = "hangs"  # the last word of the error of a job that hung
 _SPOILT = 3  # exit code of a worker that reported a failure and cannot go on after it
 
 
 class DidNotStart(Exception):
-  """The worker's process ended before it could take a job: a dependency is missing."""
+  """The worker's process ended before it could take a job: a package is missing, or the device is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +60,11 @@ def _text(error: BaseException) -> str:
 
 
 def serve(
-  hello: Mapping[str, Any], prepare: Callable[[Job], Prepared], usable: Callable[[], bool], threads: int = 8
+  hello: Mapping[str, Any],
+  prepare: Callable[[Job], Prepared],
+  usable: Callable[[], bool],
+  threads: int = 8,
+  is_spoilt_by_failure: bool = False,
 ) -> int:
   """The worker's side: runs the jobs on standard input until it ends; returns the exit code.
 
@@ -58,7 +73,9 @@ def serve(
     prepare: turns a job into something to compile and to run; called in this thread.
     usable: called after a failure; if it returns False, the process ends, and a new one goes on.
     threads: compiling threads.
+    is_spoilt_by_failure: the process ends after any failure, which is then no loss; for interpreters.
   """
+  faulthandler.register(signal.SIGUSR1, all_threads=True)  # a process that hangs says where
   events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
   os.dup2(2, 1)  # output of libraries belongs in the log
 
@@ -101,12 +118,15 @@ def serve(
           record["ok"] = True
         except Exception as error:
           errors[number] = _text(error)
+          record |= {"figures": error.figures} if hasattr(error, "figures") else {}  # pyright: ignore
         del prepared, compiled
       if number in errors:
         record["error"] = errors[number]
+        tell(event="failed", error=errors[number])  # the next call may hang
+        if is_spoilt_by_failure or not usable():
+          tell(event="end", number=number, record=record if is_spoilt_by_failure else record | {"lost": True})
+          return _SPOILT
       tell(event="end", number=number, record=record)
-      if number in errors and not usable():
-        return _SPOILT
     tell(event="idle")
   return 0
 
@@ -120,9 +140,23 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 class Worker:
   """The benchmark's side: a process that starts when needed, and again after a loss."""
 
-  def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: TextIO, patience_s: float):
-    """Args: log: receives the process's standard error. patience_s: seconds without an event after which it hangs."""
+  def __init__(
+    self,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: TextIO,
+    patience_s: float,
+    examine: Callable[[int], list[str]] | None = None,
+  ):
+    """Initializes the worker; the first job starts its process.
+
+    Args:
+      log: receives the process's standard error.
+      patience_s: seconds without an event after which a job hangs.
+      examine: called with the process id of a job that hangs, before the process is killed; returns lines about it.
+    """
     self._command, self._environment, self._log, self._patience_s = command, environment, log, patience_s
+    self._examine = examine
     self._process: subprocess.Popen[str] | None = None
     self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
     self.hello: dict[str, Any] = {}
@@ -166,27 +200,31 @@ class Worker:
           self._process.stdin.close()
       self._process = None
 
-  def run(self, jobs: Sequence[Job], deadline: float) -> Iterator[Record]:
+  def run(self, jobs: Sequence[Job], deadline: float, patience_s: float | None = None) -> Generator[Record]:
     """Yields one record for each job, in the order in which they end. A caller that stops early ends the process.
 
     Args:
       jobs: compiled beside each other, then run one by one.
       deadline: time.monotonic() after which nothing goes on; the rest is reported as OUT_OF_TIME.
+      patience_s: instead of the worker's own.
 
     Raises:
       DidNotStart: further attempts are useless.
     """
+    patience_s = self._patience_s if patience_s is None else patience_s
     pending, alone = list(jobs), False
     while pending:
       batch = pending[:1] if alone else list(pending)
-      reason, at = "", None
+      reason, at, stuck = "", None, []
       try:
-        for kind, value in self._batch(batch, deadline):
+        for kind, value in self._batch(batch, deadline, patience_s):
           if kind == "end":
             pending.remove(value["job"])
             yield value
           elif kind == "begin":
             at = value
+          elif kind == "stuck":
+            stuck = value
           else:
             reason = value
       except GeneratorExit:  # the caller does not need the rest, which the process is at
@@ -201,23 +239,36 @@ class Worker:
         culprit = batch[0] if len(batch) == 1 else None if at is None else batch[at]
         if culprit is not None and culprit in pending:
           pending.remove(culprit)
-          yield {"job": culprit, "ok": False, "error": reason}
+          record = {"job": culprit, "ok": False, "error": reason, "lost": True}
+          yield record | ({"stuck": stuck} if stuck else {})
         alone = alone or culprit is None  # the failed one is unknown
 
-  def _batch(self, batch: list[Job], deadline: float) -> Iterator[tuple[str, Any]]:
-    """Sends the jobs; yields ("begin", number), ("end", record), and at last ("lost", reason) after a failure."""
+  def _batch(self, batch: list[Job], deadline: float, patience_s: float) -> Iterator[tuple[str, Any]]:
+    """Sends the jobs; yields what happens to them.
+
+    Yields:
+      ("begin", number) and ("end", record) of jobs; at last, after a failure, ("stuck", lines) and ("lost", reason).
+    """
     process = self._process or self._start()
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # its end comes as an event
       process.stdin.write(json.dumps(batch) + "\n")
       process.stdin.flush()
+    begin, left, progress, failed = os.fstat(self._log.fileno()).st_size, len(batch) + 1, time.monotonic(), ""
     while True:
-      left = deadline - time.monotonic()
+      patience = patience_s if self._ready else max(patience_s, _START_S)
       try:
-        event = self._events.get(timeout=max(0.0, min(left, self._patience_s)))
+        event = self._events.get(timeout=max(0.0, min(deadline - time.monotonic(), patience)))
       except queue.Empty:
-        hangs = deadline - time.monotonic() > 0
-        yield "lost", f"no sign of life for {self._patience_s:.0f} s: hangs" if hangs else OUT_OF_TIME
+        if deadline - time.monotonic() <= 0:
+          yield "lost", OUT_OF_TIME
+          return
+        if not self._ready:
+          self.close()
+          command = " ".join(self._command)
+          raise DidNotStart(f"{command} gave no sign of life for {patience:.0f} s at its start") from None
+        yield "stuck", self._look_at(process.pid)
+        yield "lost", f"{failed}no sign of life for {patience:.0f} s: {HANGS}"
         return
       if event is None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # its output is closed, but it may still hang
@@ -225,15 +276,48 @@ class Worker:
         code = process.returncode
         self.close()
         if not self._ready:
-          raise DidNotStart(f"{' '.join(self._command)} ended with code {code} before it took a job; see its log")
+          raise DidNotStart(f"{' '.join(self._command)} ended with {name_exit(code)} before it took a job; see its log")
         if code != _SPOILT:
-          yield "lost", f"the process ended with code {code}"
+          yield "lost", f"{failed}the process ended with {name_exit(code)}: {last_words(self._log.name, begin)}"
         return
       if event["event"] == "ready":
         self.hello, self._ready = event["hello"], True
+      elif event["event"] == "compiling":
+        if event["left"] < left:
+          left, progress = event["left"], time.monotonic()
+        elif time.monotonic() - progress > max(patience_s, _COMPILE_S):
+          yield "lost", f"nothing compiled in {time.monotonic() - progress:.0f} s: {HANGS}"
+          return
       elif event["event"] == "begin":
+        failed = ""
         yield "begin", event["number"]
+      elif event["event"] == "failed":
+        failed = f"{event['error']}; then "
       elif event["event"] == "end":
         yield "end", event["record"]
       elif event["event"] == "idle":
         return
+
+  def _look_at(self, pid: int) -> list[str]:
+    """Writes the Python stacks of a process that hangs into its log, and returns what `examine` finds."""
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGUSR1)
+      time.sleep(_DUMP_S)
+    return self._examine(pid) if self._examine else []
+
+
+def name_exit(code: int | None) -> str:
+  """Returns the words for a process's exit code: the signal's name, if one ended it."""
+  if code is not None and code < 0:
+    with contextlib.suppress(ValueError):
+      return signal.Signals(-code).name
+  return f"exit code {code}"
+
+
+def last_words(path: str, begin: int) -> str:
+  """Returns the last line behind byte `begin` of a log that names an error, or else the last non-empty one."""
+  with open(path, "rb") as file:
+    file.seek(max(begin, os.fstat(file.fileno()).st_size - 16384))
+    lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+  errors = [line for line in lines if _ERROR.search(line)]
+  return (errors or lines or ["it printed nothing"])[-1][:200]

@@ -4,15 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from tools.gpu.protocol import OUT_OF_TIME, Record
+from tools.gpu.losses import SKIPPED
+from tools.gpu.protocol import HANGS, OUT_OF_TIME, Record
 
-MOST_LINES = 40
+MOST_LINES = 80
 _MOST_FAILURES = 8
+_UNSUPPORTED = NotImplementedError.__name__
+_KV_DTYPES = {"uint8": "fp8"}  # what users call a pool's dtype
+_MOST_STUCK = 6  # lines about a job that hung
 
 
 def _timed(record: Record) -> bool:
   """Whether there is a time with the default settings."""
   return record["ok"] and "us" in record["figures"] and "tuning" not in record["job"]
+
+
+_ERRORS = ("error", "query_error", "key_error", "value_error", "prompts", "next tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +146,10 @@ def _others(results: Results) -> list[str]:
   return lines
 
 
-def _ceilings(results: Results) -> str:
+def _ceilings(results: Results) -> list[str]:
+  if not any(record["job"].get("what") for record in results.records):
+    return []
+
   def text(kind: str) -> str:
     read, copy, matmul = (
       results.best("bytes_per_s", kind=kind, what="read"),
@@ -149,16 +159,22 @@ def _ceilings(results: Results) -> str:
     parts = _number(read and read / 1e12), _number(copy and copy / 1e12), _number(matmul and matmul / 1e12, ".0f")
     return f"read {parts[0]} TB/s, copy {parts[1]} TB/s, bf16 8192 matmul {parts[2]} TFLOP/s"
 
-  return f"ceilings: {text('ceiling')}; by torch: {text('peer')}"
+  return [f"ceilings: {text('ceiling')}; by torch: {text('peer')}"]
 
 
-def _checks(results: Results) -> str:
+def _checks(results: Results) -> list[str]:
   checks = [record for record in results.records if record["job"]["kind"] == "check"]
+  if not checks:
+    return []
   right = [record for record in checks if record["ok"]]
   late = sum(record.get("error") == OUT_OF_TIME for record in checks)
   worst = max((record["figures"].get("error", 0.0) for record in right), default=0.0)
-  wrong = len(checks) - len(right) - late
-  return f"correct: {len(right)} of {len(checks)} specs, {wrong} failed, {late} not reached; largest error {worst:.1e}"
+  wrong = sum(failed(record) for record in checks)
+  rest = len(checks) - len(right) - late - wrong
+  more = f", {rest} skipped or unsupported" if rest else ""
+  return [
+    f"correct: {len(right)} of {len(checks)} specs, {wrong} failed, {late} not reached{more}; largest error {worst:.1e}"
+  ]
 
 
 def _same_bits(results: Results) -> list[str]:
@@ -171,18 +187,74 @@ def _same_bits(results: Results) -> list[str]:
   ]
 
 
+def name_verdict(record: Record) -> str:
+  """Returns what became of a job: right, WRONG, HANGS, DIED, failed, skipped, not run or unsupported."""
+  if record["ok"]:
+    return "right"
+  error = record["error"]
+  if error == OUT_OF_TIME:
+    return "not run"
+  if error.startswith(SKIPPED):
+    return "skipped"
+  if error.startswith(_UNSUPPORTED):
+    return "unsupported"
+  if record.get("lost"):
+    return "HANGS" if error.endswith(HANGS) else "DIED"
+  return "WRONG" if error.startswith("Wrong") else "failed"
+
+
 def failed(record: Record) -> bool:
-  """Whether a part of Sluice failed; peers, unfit settings of a sweep and lack of time do not count."""
+  """Whether a part of Sluice failed.
+
+  Peers, unfit settings of a sweep, lack of time, skipped jobs and those that the device does not support do not count.
+  """
   job = record["job"]
   theirs = job["kind"] in ("peer", "profile") or job.get("op") == "dense"
-  return not (record["ok"] or record["error"] == OUT_OF_TIME or theirs or "tuning" in job)
+  return name_verdict(record) in ("WRONG", "HANGS", "DIED", "failed") and not (theirs or "tuning" in job)
+
+
+def _smokes(results: Results, right: str) -> list[str]:
+  """Returns a line for each job of the smoke stage, and lines of the debugger about those that hung.
+
+  Args:
+    results: of the run.
+    right: the word for a job that went well.
+  """
+  records = [record for record in results.records if record["job"]["kind"] == "smoke"]
+  if not records:
+    return []
+  tries: dict[str, list[Record]] = {}
+  for record in records:
+    tries.setdefault(describe(record["job"]), []).append(record)
+  verdicts = [right if found[-1]["ok"] else name_verdict(found[-1]) for found in tries.values()]
+  counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+  lines = [f"smoke: each kernel alone on tiny data: {counts}"]
+  for (name, found), verdict in zip(tries.items(), verdicts, strict=True):
+    record, first = found[-1], name_verdict(found[0])
+    if len(found) > 1:
+      verdict = f"{verdict} twice" if first == verdict else f"{first}, then {verdict}"
+    errors = [value for name, value in record.get("figures", {}).items() if name in _ERRORS]
+    what = f"largest error {max(errors):.1e}" if record["ok"] and errors else ""
+    if not record["ok"] and record["error"] != OUT_OF_TIME:
+      what = record["error"].splitlines()[0][:200]
+    lines.append(f"  {name:44s} {verdict:11s} {what}".rstrip())
+    stuck = next((record["stuck"] for record in found if record.get("stuck")), [])
+    lines += [f"    {line[:150]}" for line in stuck[:_MOST_STUCK]]
+  return lines
+
+
+def _losses(results: Results) -> list[str]:
+  """Returns a line about the jobs that are skipped because of losses."""
+  reasons = dict.fromkeys(r["error"] for r in results.records if not r["ok"] and name_verdict(r) == "skipped")
+  count = sum(not record["ok"] and name_verdict(record) == "skipped" for record in results.records)
+  return [f"{count} jobs were {'; '.join(reasons)}"] if count else []
 
 
 def _failures(results: Results) -> list[str]:
   lines = [
-    f"failed: {describe(record['job'])}: {record['error'].splitlines()[0][:140]}"
+    f"failed: {describe(record['job'])}: {record['error'].splitlines()[0][:200]}"
     for record in results.records
-    if failed(record)
+    if failed(record) and record["job"]["kind"] != "smoke"
   ]
   lines += [
     f"copies: {describe(record['job'])}: its program copies {record['figures']['copies']} arrays: do not trust its time"
@@ -195,20 +267,23 @@ def _failures(results: Results) -> list[str]:
 
 def describe(job: Mapping[str, Any]) -> str:
   """Describes a job in a few words."""
-  words = [str(job[name]) for name in ("kind", "op", "what", "way", "spec", "rows", "context") if name in job]
-  words += ["fp8 KV"] * ("kv_dtype" in job)
+  names = ("kind", "implementation", "op", "what", "way", "spec", "rows", "context")
+  words = [str(job[name]) for name in names if job.get(name)]
+  words += [f"heads of {job['head_dim']}"] if "head_dim" in job else []
+  if job.get("kv_dtype"):
+    words.append(f"{_KV_DTYPES.get(job['kv_dtype'], job['kv_dtype'])} KV")
   if "tuning" in job:
     words.append(" ".join(f"{name}={value}" for name, value in (job["tuning"] | {"block": job["block_size"]}).items()))
   return " ".join(words)
 
 
-def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[str]) -> list[str]:
+def table(meta: Mapping[str, Any], records: Sequence[Record], notes: Sequence[str]) -> list[str]:
   """Returns at most MOST_LINES lines.
 
   Args:
     meta: the run's; see tools.gpu.
     records: records of all jobs.
-    sweep: a line a factor.
+    notes: further lines.
   """
   results = Results(records)
   dry = "" if meta["mode"] == "device" else " (dry: no time means anything)"
@@ -216,10 +291,18 @@ def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[st
     f"{meta.get('device', 'no device')}, {meta['mode']} run{dry} of {meta['minutes']:.1f} min, "
     f"jax {meta.get('jax', '-')}, commit {meta['commit']}, {meta['date']}"
   )
+  card = meta.get("card_after") or meta.get("card_before")
   parts: list[Callable[[Results], list[str]]] = [_decodes, _prefills, _others]
-  lines = [head, _ceilings(results), _checks(results), *_same_bits(results)]
+  lines = [head, *([f"card (name, driver, memory, clocks, power, temperature): {card}"] if card else [])]
+  lines += [
+    *_smokes(results, "compiled" if meta["mode"] == "compile" else "right"),
+    *_losses(results),
+    *_ceilings(results),
+    *_checks(results),
+    *_same_bits(results),
+  ]
   for part in parts:
     found = part(results)
     lines += found if len(found) > 1 else []
-  lines += [*(f"sweep: {line}" for line in sweep), *_failures(results)]
+  lines += [*notes, *_failures(results)]
   return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"... {len(lines) - MOST_LINES + 1} more"]

@@ -17,7 +17,9 @@ def main(mode: str) -> int:
   import jax
   import jax.numpy as jnp
 
-  from tools.gpu import jobs, timing
+  from tools.gpu import debugger, jobs, timing
+
+  debugger.allow_tracing()
 
   if mode == "compile":
     from tools.check_device import targets
@@ -37,8 +39,6 @@ def main(mode: str) -> int:
   setting = jobs.Setting(device, mode, effort)
 
   def usable() -> bool:
-    if mode in ("interpret", "emulate"):
-      return False  # an error leaves the interpreter's memory and barriers as they were
     try:
       return float(jnp.ones((), jnp.float32) + jnp.float32(1)) == 2.0
     except Exception:  # an illegal address breaks the process for good
@@ -50,7 +50,9 @@ def main(mode: str) -> int:
     prepared = jobs.prepare(job, setting)
     return dataclasses.replace(prepared, run=lambda compiled: quote_faults(lambda: prepared.run(compiled), faults))
 
-  return protocol.serve(hello, prepare, usable, threads=min(8, os.cpu_count() or 1))
+  # An error leaves an interpreter's memory and barriers as they were.
+  spoilt = mode in ("interpret", "emulate")
+  return protocol.serve(hello, prepare, usable, min(8, os.cpu_count() or 1), is_spoilt_by_failure=spoilt)
 
 
 def quote_faults(run: Callable[[], Any], faults: list[Exception]) -> Any:

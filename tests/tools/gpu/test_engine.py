@@ -65,7 +65,7 @@ def test_a_command_that_fails_or_hangs_costs_only_itself(tmp_path) -> None:
   said = run("import os; print('noise'); print('{\"flags\": \"' + os.environ['XLA_FLAGS'] + '\"}')", 100.0)
   assert said["flags"].endswith("--xla_dump_to=") and said["took_s"] >= 0
   assert run("import os; print('{\"umask\": %d}' % os.umask(0))", 100.0)["umask"] == 0o077
-  assert run("raise SystemExit(3)", 100.0)["error"] == "exit code 3: it said nothing"
+  assert run("raise SystemExit(3)", 100.0)["error"] == "exit code 3: it printed nothing"
   assert run("raise SystemExit('no such card\\n')", 100.0)["error"] == "exit code 1: no such card"
   assert run("print('no json')", 100.0)["error"] == "its last output line is not JSON"
   assert run("import time; time.sleep(600)", 0.2)["error"].startswith("out of time")

@@ -1,15 +1,17 @@
 """The GPU benchmark without a GPU: what hangs or dies costs one job, wrong kernels are told, a dry run goes through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import dataclasses
 import functools
 import io
 import json
 import os
+from pathlib import Path
 import re
 import sys
 import textwrap
 import time
+from typing import TextIO
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ from pallas_kernels.paged_attention import arg_specs, tuning
 from tests.kernels import conformance
 from tests.tools.conftest import ROOT, run_module
 from tools.gpu import __main__ as bench_gpu
-from tools.gpu import cases, jobs, protocol, report, sweep
+from tools.gpu import cases, device_run, jobs, protocol, report, sweep
+from tools.gpu.losses import Losses
 
 # --- the processes ----------------------------------------------------------------------------------------------------
 
@@ -32,6 +35,7 @@ def run(job):
   if job["do"] == "raise": raise ValueError("as told")
   if job["do"] == "spoil": lost.append(job); raise ValueError("spoilt")
   if job["do"] == "die": os._exit(9)
+  if job["do"] == "abort": os.abort()
   if job["do"] == "sleep": time.sleep(600)
   print("noise on standard output")
   return {"us": job["n"]}
@@ -42,9 +46,15 @@ sys.exit(protocol.serve({"device": "fake"}, prepare, lambda: not lost))
 """
 
 
-def _worker(patience_s: float = 60.0, code: str = _FAKE) -> protocol.Worker:
+@pytest.fixture
+def log(tmp_path) -> Iterator[TextIO]:
+  with open(tmp_path / "log.txt", "w", encoding="utf-8") as file:
+    yield file
+
+
+def _worker(log: TextIO, patience_s: float = 60.0, code: str = _FAKE, examine=None) -> protocol.Worker:
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
-  return protocol.Worker([sys.executable, "-c", textwrap.dedent(code)], environment, sys.__stderr__, patience_s)
+  return protocol.Worker([sys.executable, "-c", textwrap.dedent(code)], environment, log, patience_s, examine)
 
 
 def _run(worker: protocol.Worker, *dos: str, seconds: float = 300.0) -> dict[int, dict]:
@@ -55,45 +65,51 @@ def _run(worker: protocol.Worker, *dos: str, seconds: float = 300.0) -> dict[int
   return {record["job"]["n"]: record for record in found}
 
 
-def test_a_job_that_fails_or_kills_its_process_is_the_only_one_lost() -> None:
-  worker = _worker()
-  found = _run(worker, "ok", "raise", "ok", "spoil", "die", "ok", "die early", "ok")
-  assert [found[n]["ok"] for n in range(8)] == [True, False, True, False, False, True, False, True]
+def test_a_job_that_fails_or_kills_its_process_is_the_only_one_lost(log) -> None:
+  worker = _worker(log)
+  found = _run(worker, "ok", "raise", "ok", "spoil", "die", "ok", "die early", "ok", "abort")
+  assert [found[n]["ok"] for n in range(9)] == [True, False, True, False, False, True, False, True, False]
   assert found[5]["figures"] == {"us": 5}
   assert found[1]["error"] == "ValueError: as told"
-  assert "code 9" in found[4]["error"] and "code 7" in found[6]["error"]
+  assert "code 9" in found[4]["error"] and "code 7" in found[6]["error"] and "SIGABRT" in found[8]["error"]
+  assert [n for n in range(9) if found[n].get("lost")] == [3, 4, 6, 8]
   assert worker.hello == {"device": "fake"}
 
 
-def test_what_hangs_is_killed() -> None:
-  found = _run(_worker(patience_s=6.0), "ok", "sleep", "ok")
+def test_what_hangs_is_examined_and_killed(log) -> None:
+  seen = []
+  found = _run(_worker(log, patience_s=6.0, examine=lambda pid: [f"pc of {seen.append(pid)}"]), "ok", "sleep", "ok")
   assert [found[n]["ok"] for n in range(3)] == [True, False, True]
-  assert "hangs" in found[1]["error"]
+  assert found[1]["error"].endswith(protocol.HANGS) and found[1]["stuck"] == ["pc of None"] and len(seen) == 1
+  assert "in run" in Path(log.name).read_text(), "the log has the Python stack of the job"
 
 
-def test_nothing_goes_on_after_the_deadline() -> None:
-  found = _run(_worker(), "ok", "sleep", "ok", seconds=3.0)
+def test_nothing_goes_on_after_the_deadline(log) -> None:
+  found = _run(_worker(log), "ok", "sleep", "ok", seconds=3.0)
   assert found[1]["error"] == found[2]["error"] == protocol.OUT_OF_TIME
 
 
-def test_who_stops_listening_gets_a_fresh_process_for_the_next_jobs() -> None:
-  worker = _worker()
+def test_who_stops_listening_gets_a_fresh_process_for_the_next_jobs(log) -> None:
+  worker = _worker(log)
   records = worker.run([{"n": 0, "do": "ok"}, {"n": 1, "do": "sleep"}], time.monotonic() + 300)
   assert next(records)["job"]["n"] == 0
   records.close()
   assert _run(worker, "ok")[0]["ok"] and worker.starts == 2
 
 
-def test_a_process_that_cannot_start_is_told_at_once() -> None:
+def test_a_process_that_cannot_start_is_told_at_once(log) -> None:
   with pytest.raises(protocol.DidNotStart, match="code 4"):
-    _run(_worker(code="raise SystemExit(4)"), "ok")
+    _run(_worker(log, code="raise SystemExit(4)"), "ok")
 
 
-def test_a_stage_stops_at_its_share_and_what_is_left_is_recorded(monkeypatch) -> None:
-  run = bench_gpu.GpuRun(io.StringIO(), io.StringIO(), "interpret", 100.0, re.compile("copy|matmul|check"))
+def test_a_stage_stops_at_its_share_and_what_is_left_is_recorded(monkeypatch, tmp_path) -> None:
+  results = io.StringIO()
+  run = device_run.DeviceRun(
+    tmp_path, io.StringIO(), results, "interpret", 100.0, re.compile("copy|matmul|check"), started=time.monotonic()
+  )
   sent = []
 
-  def take(batch, deadline):
+  def take(batch, deadline, patience_s):
     sent.append(len(batch))
     run.started -= 30.0  # a batch takes 30 seconds
     return [{"job": job, "ok": True, "figures": {"us": 1.0}} for job in batch]
@@ -104,7 +120,7 @@ def test_a_stage_stops_at_its_share_and_what_is_left_is_recorded(monkeypatch) ->
   assert sent == [8, 8]
   assert [record["ok"] for record in found] == [True] * 16 + [False] * 4
   assert {record["error"] for record in found[16:]} == {protocol.OUT_OF_TIME}
-  assert [json.loads(line) for line in run.results.getvalue().splitlines()] == found
+  assert [json.loads(line) for line in results.getvalue().splitlines()][1:] == found
   assert not any(report.failed(record) for record in found)
 
 
@@ -113,12 +129,121 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
   made = [job for stage in bench_gpu.STAGES for job in bench_gpu.jobs_of(stage)]
   made += sweep.jobs(sweep.FACTORS[0], {"split_tokens": 256, "block_size": 64})
   assert {job["spec"] for job in made if "spec" in job} <= names
-  assert {job["kind"] for job in made} == {"ceiling", "check", "deterministic", "time", "profile", "peer", "step"}
+  assert {job["kind"] for job in made} == {
+    "smoke",
+    "ceiling",
+    "check",
+    "deterministic",
+    "time",
+    "profile",
+    "peer",
+    "step",
+  }
   whole = bench_gpu.ends(bench_gpu.STAGES)
   assert tuple(whole) == bench_gpu.STAGES and list(whole.values()) == sorted(whole.values())
   assert bench_gpu.ends(["check", "ceilings"]) == {"ceilings": 0.4, "check": 1.0}, "no time is left unused"
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked
+
+
+# --- first contact ----------------------------------------------------------------------------------------------------
+
+_DEBUGGER = """#!/bin/sh
+echo "[New Thread 0x7f]"
+echo "  Kernel Parent Dev Grid Status   SMs Mask  GridDim  BlockDim Invocation"
+echo "*      0      -   0    1 Active 0xffffffff  (132,1,1) (256,1,1) decode_kernel"
+echo "  (0,0,0) (0,0,0) (0,0,0) (127,0,0) 128 0x00007f2f5c2d0a50 n/a 0"
+"""
+
+
+def _contact(tmp_path, monkeypatch, stages: tuple[str, ...], match: str = "") -> tuple[int, device_run.DeviceRun, str]:
+  """Runs stages on tests/tools/gpu/fake_worker.py."""
+  monkeypatch.setattr(bench_gpu, "_SMOKE_PATIENCE_S", {"device": 2.0})
+  monkeypatch.setattr(device_run, "_PATIENCE_S", {"device": 2.0})
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  settings = {"mode": "device", "seconds": 300.0, "match": re.compile(match)}
+  with device_run.open_run(tmp_path, worker_module="tests.tools.gpu.fake_worker", **settings) as run:
+    code = device_run.finish(run, functools.partial(bench_gpu.run_stages, stages=stages))
+  return code, run, (tmp_path / "table.txt").read_text()
+
+
+def test_a_hang_an_abort_and_a_wrong_answer_are_all_in_the_report(tmp_path, monkeypatch) -> None:
+  (tmp_path / "cuda-gdb").write_text(_DEBUGGER)
+  (tmp_path / "cuda-gdb").chmod(0o755)
+  monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+  wanted = (
+    "smoke (add|tma|(write|prefill|decode|decode parts) heads of 128$)|check parts decode$|time decode decode 8 x"
+  )
+  code, run, table = _contact(tmp_path, monkeypatch, ("smoke", "check", "time"), wanted)
+  assert code == 1
+  verdicts = {}
+  for record in run.records:
+    verdicts.setdefault(report.describe(record["job"]), []).append(report.name_verdict(record))
+  assert verdicts == {
+    "smoke add": ["right"],
+    "smoke tma copy": ["right"],
+    "smoke tma tiles": ["unsupported"],
+    "smoke write heads of 128": ["WRONG"],
+    "smoke prefill heads of 128": ["DIED", "DIED"],
+    "smoke decode heads of 128": ["HANGS", "HANGS"],
+    "smoke decode parts heads of 128": ["right"],
+    "check parts decode": ["right"],  # heads of 64
+    "time decode decode 8 x 1024": ["skipped"],
+  }
+  assert run.worker.starts == 5, "one more for each loss"
+  wrong = next(record for record in run.records if record["job"].get("op") == "write")
+  assert wrong["figures"] == {"query_error": 1e-3, "error": 2e-3, "wrong": ["values in the pool: token 7"]}
+  for said in (
+    "fake, device run",
+    "smoke: each kernel alone on tiny data: 3 right",
+    "WRONG       Wrong: values in the pool: token 7",
+    "SIGABRT: F1126 cuda.cc:7] Check failed: CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "no sign of life for 2 s: hangs",
+    "decode_kernel",
+    "0x00007f2f5c2d0a50",
+    "1 jobs were skipped: gpu decode 128 cost 2 processes before",
+  ):
+    assert said in table, f"{said!r} is not in\n{table}"
+  assert "New Thread" not in table and "New Thread" in (tmp_path / "hangs.txt").read_text()
+
+
+def test_a_run_that_is_killed_leaves_a_table_of_all_jobs_so_far(tmp_path, monkeypatch) -> None:
+  class Killed(BaseException):
+    pass
+
+  def end(run, stages):
+    records = run.do(bench_gpu.jobs_of("smoke")[:3], 1.0)
+    next(records)
+    table, meta = (tmp_path / "table.txt").read_text(), json.loads((tmp_path / "meta.json").read_text())
+    assert "smoke add" in table and "right" in table and meta["commit"] in table and meta["date"] in table
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+    raise Killed
+
+  monkeypatch.setattr(bench_gpu, "run_stages", end)
+  with pytest.raises(Killed):
+    _contact(tmp_path, monkeypatch, ("smoke",))
+
+
+def test_what_costs_two_processes_is_skipped_wherever_it_is_used() -> None:
+  losses = Losses()
+  decode = {"kind": "smoke", "op": "decode", "head_dim": 128}
+  check = {"kind": "check", "op": "parts", "spec": "decode 8 x 1024"}
+  losses.add({"job": decode, "ok": False, "error": "", "lost": True})
+  assert not losses.why_skip(check), "once may be chance"
+  losses.add({"job": decode, "ok": False, "error": "", "lost": True})
+  for job in (check, {"kind": "time", "op": "decode", "spec": "decode 8 x 1024"}, {"kind": "step", "rows": 8}):
+    assert "gpu decode 128 cost 2 processes" in losses.why_skip(job)
+  for job in (
+    {"kind": "time", "op": "prefill", "spec": "prefill 1 x 4096"},
+    {"kind": "check", "op": "parts", "spec": "decode 32 x 4096, heads of 64"},
+    {"kind": "smoke", "op": "attend", "implementation": "reference", "head_dim": 128},
+    {"kind": "ceiling", "what": "copy"},
+  ):
+    assert not losses.why_skip(job)
+  setting = {"kind": "time", "op": "write", "spec": "decode 64 x 1024", "tuning": {"write_tokens": 64}}
+  for _ in range(2):
+    losses.add({"job": setting, "ok": False, "error": "", "lost": True})
+  assert losses.why_skip(setting) and not losses.why_skip(setting | {"tuning": {"write_tokens": 8}})
 
 
 # --- what is right ----------------------------------------------------------------------------------------------------
@@ -353,7 +478,7 @@ def test_the_table_shows_shares_of_the_best_bandwidth_and_verdicts() -> None:
     _timed({"kind": "step", "rows": 8, "context": 1024}, 5200.0, bytes=16e9),
     {"job": {"kind": "check", "op": "parts", "spec": "mixed"}, "ok": False, "error": "Wrong: token 7\nmore"},
   ]
-  lines = report.table(_META, records, ["split: as it is"])
+  lines = report.table(_META, records, ["sweep: split: as it is"])
   by_name = {line[:34].strip(): line[34:].split() for line in lines}
   assert by_name["decode 32 x 4096"][:6] == ["100.0", "97.0", "0.86", "0.85", "(0.92)", "+"]
   assert by_name["decode 64 zipf"][2:6] == ["0.69", "0.7", "(0.8)", "no"]
@@ -367,7 +492,7 @@ def test_the_table_shows_shares_of_the_best_bandwidth_and_verdicts() -> None:
 def test_the_table_is_short_whatever_happens() -> None:
   assert len(report.table(_META, [], [])) <= 4
   failed = [{"job": {"kind": "check", "op": "parts", "spec": str(n)}, "ok": False, "error": "x"} for n in range(99)]
-  timed = [_decode_record(str(n), 1.0, 1.0) for n in range(60)]
+  timed = [_decode_record(str(n), 1.0, 1.0) for n in range(90)]
   assert len(report.table(_META, failed, [])) <= 20
   assert len(report.table(_META, [*failed, *timed], ["a", "b"])) == report.MOST_LINES
 
@@ -402,4 +527,4 @@ def test_without_a_gpu_it_says_so(tmp_path) -> None:
 
 def test_wrong_flags_are_one_line(tmp_path) -> None:
   done = run_module("tools.gpu", f"--out={tmp_path}", "--only=check,everything")
-  assert done.returncode == 2 and "everything is not one of ceilings, check" in done.stderr
+  assert done.returncode == 2 and "everything is not one of smoke, ceilings" in done.stderr
