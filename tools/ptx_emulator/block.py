@@ -145,6 +145,32 @@ class Warp:
     self.locked: dict[str, Operation] = {}
     self.dirty: set[str] = set()
     self.threads = np.arange(LANES) + number * LANES
+    self._local: np.ndarray | None = None
+
+  def is_whole(self, mask: np.ndarray) -> bool:
+    """Returns whether a mask has all lanes that have not ended."""
+    return int(mask.sum()) == self.live
+
+  def read_local(self, addresses: np.ndarray, size: int, mask: np.ndarray, total: int) -> np.ndarray:
+    """Returns uint8[n, size] of local memory. Args: total: bytes of a lane. Raises AccessError."""
+    return self._local_bytes(len(mask), total)[self._local_places(addresses, size, mask, total)]
+
+  def write_local(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, total: int) -> None:
+    """Writes uint8[n, size] to local memory; the other arguments are those of `read_local`."""
+    self._local_bytes(len(mask), total)[self._local_places(addresses, values.shape[1], mask, total)] = values
+
+  def _local_bytes(self, lanes: int, total: int) -> np.ndarray:
+    if self._local is None:
+      self._local = np.full((lanes, total), 0xFF, np.uint8)
+    return self._local
+
+  def _local_places(
+    self, addresses: np.ndarray, size: int, mask: np.ndarray, total: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    wrong = (addresses < 0) | (addresses + size > total) | (addresses % size != 0)
+    if wrong.any():
+      raise AccessError(f"{size} bytes at {int(addresses[wrong][0])} of a thread's local memory, which has {total}")
+    return np.flatnonzero(mask)[:, None], addresses[:, None] + np.arange(size)
 
   @property
   def live(self) -> int:
@@ -167,6 +193,7 @@ class KernelLaunch:
   grid: tuple[int, int, int]
   shared_bytes: int
   maps: Mapping[int, TensorMap]
+  allows_equal_writes: bool = False
 
 
 class Block:
@@ -201,6 +228,10 @@ class Block:
     self._met: dict[tuple[int, int], set[int]] = {}  # the same -> warps that may leave
     self._operations: list[Operation] = []
     self._num_operations = 0
+
+  def serials(self, mask: np.ndarray) -> int | np.ndarray:
+    """Returns the block's serial, or those of the blocks that the lanes of a mask belong to."""
+    return self.serial
 
   def begin_operation(self, run: Callable[[], None], text: str, after: Operation | None = None) -> Operation:
     """Starts an asynchronous operation, which runs at any later time."""
@@ -310,10 +341,11 @@ class Block:
       ) from error
     group.waits_for = ""
     if len(warp.groups) > 1:
-      self._merge(warp)
+      self.merge(warp)
     return True
 
-  def _merge(self, warp: Warp) -> None:
+  def merge(self, warp: Warp) -> None:
+    """Joins the groups of lanes that are at one instruction."""
     by_pc: dict[int, Group] = {}
     for group in warp.groups:
       if not group.mask.any():

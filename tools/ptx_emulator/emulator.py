@@ -11,11 +11,13 @@ import math
 
 import numpy as np
 
-from tools.ptx_emulator import asynchronous, operations
+from tools.ptx_emulator import asynchronous, fusions, lockstep, operations
 from tools.ptx_emulator.block import Block, KernelLaunch, Program
 from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError
 from tools.ptx_emulator.tensor_map import MAP_BYTES, TensorMap
+
+_TABLES = (fusions.TRANSLATORS, operations.TRANSLATORS, asynchronous.TRANSLATORS)  # the first that knows an opcode
 
 
 def run_kernel(
@@ -25,6 +27,7 @@ def run_kernel(
   grid: tuple[int, int, int],
   shared_bytes: int,
   seed: int = 0,
+  allows_equal_writes: bool = False,
 ) -> None:
   """Runs all blocks of a kernel.
 
@@ -33,6 +36,8 @@ def run_kernel(
     arguments: an address, or tensor maps, for each parameter of the kernel.
     shared_bytes: dynamic shared memory of a block.
     seed: of the schedule.
+    allows_equal_writes: warps may write what a byte of shared memory already holds, without any order. Triton's warps
+      do, where several have the same part of a small tile.
 
   Raises:
     PtxError: the kernel has an instruction that is not known, or other arguments.
@@ -49,10 +54,15 @@ def run_kernel(
     if parameter.size != MAP_BYTES * len(argument):
       raise PtxError(f"parameter {parameter.name} has {parameter.size} bytes, not {len(argument)} tensor maps")
     maps |= {address + MAP_BYTES * index: tensor for index, tensor in enumerate(argument)}
-  program = translate_kernel(kernel, operations.Context(kernel, values, addresses))
-  launch = KernelLaunch(memory, grid, shared_bytes, maps)
+  launch = KernelLaunch(memory, grid, kernel.shared_bytes + shared_bytes, maps, allows_equal_writes)
   rng = np.random.default_rng(seed)
   with np.errstate(all="ignore"):
+    if lockstep.is_independent(kernel):
+      for part in lockstep.split_grid(kernel, grid, rng):
+        context = operations.Context(kernel, values, addresses, part.num_lanes)
+        lockstep.Lockstep(launch, kernel.threads, part, translate_kernel(kernel, context), rng).run()
+      return
+    program = translate_kernel(kernel, operations.Context(kernel, values, addresses))
     for serial in rng.permutation(math.prod(grid)).tolist():
       index = serial % grid[0], serial // grid[0] % grid[1], serial // (grid[0] * grid[1])
       Block(launch, index, kernel.threads, rng, program).run()
@@ -67,7 +77,7 @@ def translate_kernel(kernel: Kernel, context: operations.Context) -> Program:
       if opcode in operations.CONTROL:
         execute = operations.CONTROL[opcode](context, instruction)
       else:
-        translate = operations.TRANSLATORS.get(opcode) or asynchronous.TRANSLATORS.get(opcode)
+        translate = next((table[opcode] for table in _TABLES if opcode in table), None)
         if translate is None:
           raise PtxError(f"line {instruction.line}: the emulator does not know {opcode}: {instruction.text[:200]}")
         body = translate(context, instruction)

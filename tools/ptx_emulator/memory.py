@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 import dataclasses
 
 import numpy as np
 
 _FIRST_ADDRESS = 0x7000_0000_0000
 _ALIGNMENT = 256  # as cudaMalloc
+_SHARED = -1  # the owner of bytes that atomic operations have changed
 _GAP = 1 << 20  # bytes between buffers, so that an address outside of one is in no other
 
 
@@ -41,13 +43,16 @@ class GlobalMemory:
     self._starts: list[int] = []
     self._next = _FIRST_ADDRESS
 
-  def add_buffer(self, name: str, array: np.ndarray) -> Buffer:
-    """Gives an array addresses. Kernels read and write the array itself. Args: array: C-contiguous."""
+  def add_buffer(self, name: str, array: np.ndarray, skew: int = 0) -> Buffer:
+    """Gives an array addresses. Kernels read and write the array itself.
+
+    Args: array: C-contiguous. skew: bytes of its address behind a multiple of 256.
+    """
     assert array.flags.c_contiguous, name
     data = array.reshape(-1).view(np.uint8)
-    buffer = Buffer(name, self._next, data, np.zeros(data.size, np.int32))
+    buffer = Buffer(name, self._next + skew % _ALIGNMENT, data, np.zeros(data.size, np.int32))
     self._buffers.append(buffer)
-    self._starts.append(self._next)
+    self._starts.append(buffer.address)
     self._next += -(-data.size // _ALIGNMENT) * _ALIGNMENT + _GAP
     return buffer
 
@@ -66,41 +71,66 @@ class GlobalMemory:
         raise AccessError(f"{size} bytes at offset {offset} of {buffer.name}, which has {buffer.data.size}")
     raise AccessError(f"address {address:#x} is in no buffer")
 
-  def read(self, addresses: np.ndarray, size: int, block: int) -> np.ndarray:
+  def read(self, addresses: np.ndarray, size: int, block: int | np.ndarray) -> np.ndarray:
     """Returns uint8[n, size].
 
     A vector may reach over the end of a buffer, as LLVM widens loads where alignment makes that harmless; what is
     behind the end is 0xFF.
 
-    Args: addresses: uint64[n], multiples of size. block: that reads, from 1.
+    Args: addresses: int64[n], multiples of size. block: that reads, from 1, or those of each address, int[n].
     """
     found = np.full((len(addresses), size), 0xFF, np.uint8)
-    for lane, address in enumerate(addresses.tolist()):
-      buffer, offset = self._take(address, size, over=size - 1 if size > 4 else 0)
-      rest = buffer.data[offset : offset + size]
-      self.check_owner(buffer, slice(offset, offset + size), block)
-      found[lane, : len(rest)] = rest
+    for buffer, lanes, places in self._take(addresses, size, over=size - 1 if size > 4 else 0):
+      inside = places < buffer.data.size
+      places = np.minimum(places, buffer.data.size - 1)
+      self.check_owner(buffer, places, block if isinstance(block, int) else block[lanes, None])
+      found[lanes] = np.where(inside, buffer.data[places], np.uint8(0xFF))
     return found
 
-  def write(self, addresses: np.ndarray, values: np.ndarray, block: int) -> None:
-    """Writes uint8[n, size] at addresses. Args: block: that writes, from 1."""
-    size = values.shape[1]
-    for address, value in zip(addresses.tolist(), values, strict=True):
-      buffer, offset = self._take(address, size)
-      where = slice(offset, offset + size)
-      buffer.data[where], buffer.owner[where] = value, block
+  def write(self, addresses: np.ndarray, values: np.ndarray, block: int | np.ndarray) -> None:
+    """Writes uint8[n, size] at addresses. Args: block: that writes, from 1, or those of each address, int[n]."""
+    for buffer, lanes, places in self._take(addresses, values.shape[1]):
+      buffer.data[places] = values[lanes]
+      buffer.owner[places] = block if isinstance(block, int) else block[lanes, None]
 
-  def check_owner(self, buffer: Buffer, where: slice | np.ndarray, block: int) -> None:
+  def share(self, address: int, size: int) -> np.ndarray:
+    """Returns the bytes at an address, uint8[size], for an atomic operation: only such ones may read them now."""
+    buffer, offset = self.find(address, size)
+    where = slice(offset, offset + size)
+    self.check_owner(buffer, where, _SHARED)
+    buffer.owner[where] = _SHARED
+    return buffer.data[where]
+
+  def check_owner(self, buffer: Buffer, where: slice | np.ndarray, block: int | np.ndarray) -> None:
     """Raises AccessError if a block reads what another one of this launch has written: blocks run in any order."""
     owner = buffer.owner[where]
-    others = owner[(owner != 0) & (owner != block)]
-    if others.size:
-      raise AccessError(f"{buffer.name}: block {block - 1} reads bytes that block {int(others[0]) - 1} has written")
+    others = (owner != 0) & (owner != block)
+    if others.any():
+      reader = int(np.broadcast_to(block, owner.shape)[others][0])
+      writer = int(owner[others][0])
+      by = "an atomic operation" if writer == _SHARED else f"block {writer - 1}"
+      what = "an atomic operation" if reader == _SHARED else f"block {reader - 1}"
+      raise AccessError(f"{buffer.name}: {what} reads bytes that {by} has written")
 
-  def _take(self, address: int, size: int, over: int = 0) -> tuple[Buffer, int]:
-    if address % size:
-      raise AccessError(f"address {address:#x} is no multiple of {size}")
-    return self.find(address, size, over)
+  def _take(self, addresses: np.ndarray, size: int, over: int = 0) -> Iterator[tuple[Buffer, np.ndarray, np.ndarray]]:
+    """Yields each buffer with the lanes int[m] that are in it, and their bytes' offsets int[m, size].
+
+    Raises:
+      AccessError: an address is in no buffer, or no multiple of size.
+    """
+    addresses = addresses.astype(np.int64)
+    if (addresses % size != 0).any():
+      raise AccessError(f"address {int(addresses[addresses % size != 0][0]):#x} is no multiple of {size}")
+    index = np.searchsorted(np.array(self._starts, np.int64), addresses, "right") - 1
+    for number in np.unique(index).tolist():
+      lanes = np.flatnonzero(index == number)
+      mine = addresses[lanes]
+      buffer = self._buffers[max(number, 0)]
+      offsets = mine - buffer.address
+      outside = (offsets < 0) | (offsets + size - over > buffer.data.size)
+      if outside.any():
+        self.find(int(mine[outside][0]), size, over)  # raises
+      yield buffer, lanes, offsets[:, None] + np.arange(size)
 
 
 class SharedMemory:

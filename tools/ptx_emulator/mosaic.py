@@ -7,7 +7,7 @@ lowers says which arrays and tensor maps a kernel gets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -90,24 +90,45 @@ class CompiledKernel:
     for number, array in enumerate(arrays):
       if id(array) not in places:
         places[id(array)] = memory.add_buffer(f"argument {number}", array).address
-    address = [places[id(array)] for array in arrays]
-    arguments: list[int | list[TensorMap]] = [address[number] for number in self.pointers]
+    self.launch(memory, [places[id(array)] for array in arrays], seed)
+
+  def launch(self, memory: GlobalMemory, addresses: Sequence[int], seed: int) -> None:
+    """Runs the kernel. Args: addresses: of all arrays. Raises KernelFault."""
+    arguments: list[int | list[TensorMap]] = [addresses[number] for number in self.pointers]
     if self.maps:
-      arguments.append([spec.place(address[spec.argument]) for spec in self.maps])
+      arguments.append([spec.place(addresses[spec.argument]) for spec in self.maps])
     run_kernel(self.kernel, memory, arguments, self.grid, self.shared_bytes, seed)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoweredKernel:
+  """A kernel before its PTX exists; attributes as of CompiledKernel."""
+
+  grid: tuple[int, int, int]
+  shared_bytes: int
+  pointers: tuple[int, ...]
+  maps: tuple[MapSpec, ...]
+
+  def with_ptx(self, text: str) -> CompiledKernel:
+    """Returns the kernel with its PTX. Raises PtxError if the PTX has other parameters."""
+    (kernel,) = read_kernels(text)
+    num_pointers = len(kernel.parameters) - bool(self.maps)
+    if num_pointers != len(self.pointers):
+      raise PtxError(f"kernel {kernel.name} has {num_pointers} pointers; its module names {self.pointers}")
+    return CompiledKernel(kernel, self.grid, self.shared_bytes, self.pointers, self.maps)
+
+
 class _Watch:
-  """What Mosaic GPU lowers: tensor maps in the order of the kernel's parameter, and the module."""
+  """What Mosaic GPU lowers: tensor maps in the order of the kernel's parameter, and each kernel by its hash."""
 
   def __init__(self) -> None:
     self.maps: list[MapSpec] = []
-    self.module: Any = None
-    self.grid: tuple[int, int, int] = (1, 1, 1)
+    self.kernels: dict[bytes, LoweredKernel] = {}
 
 
 @contextlib.contextmanager
-def _watch_lowering() -> Iterator[_Watch]:
+def watch_lowering() -> Iterator[_Watch]:
+  """Notes the kernels that Mosaic GPU lowers while open."""
   from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
   from jax.experimental.mosaic.gpu import launch_context
   from jax.extend.mlir import ir
@@ -146,8 +167,12 @@ def _watch_lowering() -> Iterator[_Watch]:
     return call(results, callee, args, *more, **kwargs)
 
   def watched_emit(ctx: Any, args: Any, result: Any, *more: Any, **kwargs: Any) -> Any:
-    found.module, found.grid = result.module, tuple(result.grid)
-    return emit(ctx, args, result, *more, **kwargs)
+    shared, pointers = _launch_facts(result.module)
+    kernel = LoweredKernel(tuple(result.grid), shared, pointers, tuple(found.maps))
+    found.maps.clear()
+    outs = emit(ctx, args, result, *more, **kwargs)
+    found.kernels[_kernel_hash(outs[0])] = kernel
+    return outs
 
   with (
     mock.patch.object(inside.memref, "extract_strided_metadata", watched_describe),
@@ -156,6 +181,14 @@ def _watch_lowering() -> Iterator[_Watch]:
     mock.patch.object(registration, "_emit_mosaic_gpu_custom_call", watched_emit),
   ):
     yield found
+
+
+def _kernel_hash(value: Any) -> bytes:
+  """Returns the hash of the kernel whose call has a result."""
+  from jax.extend.mlir import ir
+
+  configuration = ir.DictAttr(value.owner.attributes["mhlo.backend_config"])
+  return ir.StringAttr(configuration["kernel_hash"]).value_bytes
 
 
 def _constant(value: Any) -> int:
@@ -218,19 +251,25 @@ def compile_kernel(avals_in: Sequence[Any], params: Mapping[str, Any]) -> Compil
   (device,) = targets.devices(targets.TARGETS["h200"])
   sharding = SingleDeviceSharding(device)
   shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in avals_in]
+  with collect_ptx() as dumped, watch_lowering() as seen:
+    jax.jit(lambda *args: mpmd_map_p.bind(*args, **params)).lower(*shapes).compile()
+  (kernel,), texts = seen.kernels.values(), dumped()
+  if len(texts) != 1:
+    raise PtxError(f"Mosaic GPU wrote {len(texts)} PTX files for a kernel, not one")
+  return kernel.with_ptx(texts[0])
+
+
+@contextlib.contextmanager
+def collect_ptx() -> Iterator[Callable[[], list[str]]]:
+  """Yields a function that gives the PTX of all kernels that Mosaic GPU compiled while open, in order."""
+  texts: list[str] = []
   with _compiling, tempfile.TemporaryDirectory(prefix="sluice-ptx-") as folder:
     dumps = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": folder}
-    with mock.patch.dict(os.environ, dumps), _watch_lowering() as seen:
-      jax.jit(lambda *args: mpmd_map_p.bind(*args, **params)).lower(*shapes).compile()
-      shared, pointers = _launch_facts(seen.module)
-    texts = sorted(pathlib.Path(folder).glob("*.ptx"))
-    if len(texts) != 1:
-      raise PtxError(f"Mosaic GPU wrote {len(texts)} PTX files for a kernel, not one")
-    (kernel,) = read_kernels(texts[0].read_text("utf-8"))
-  num_pointers = len(kernel.parameters) - bool(seen.maps)
-  if num_pointers != len(pointers):
-    raise PtxError(f"kernel {kernel.name} has {num_pointers} pointers; its module names {pointers}")
-  return CompiledKernel(kernel, seen.grid, shared, pointers, tuple(seen.maps))
+    with mock.patch.dict(os.environ, dumps):
+      yield lambda: texts
+    # Files have the name of the kernel's function and a number that counts all kernels of the process.
+    paths = pathlib.Path(folder).glob("*.ptx")
+    texts += [path.read_text("utf-8") for path in sorted(paths, key=lambda path: int(path.stem.rpartition("_")[2]))]
 
 
 class Emulation(NamedTuple):

@@ -34,13 +34,21 @@ PARAMETERS = 0x6000_0000_0000  # address of the first parameter
 PARAMETER_BYTES = 1 << 16  # between the addresses of two
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_KINDS: dict[str, type[np.generic]] = {"f32": np.float32, "f64": np.float64}
+KINDS: dict[str, type[np.generic]] = {"f32": np.float32, "f64": np.float64}
 for _bits in (8, 16, 32, 64):
-  _KINDS |= {f"u{_bits}": _UNSIGNED[_bits // 8], f"b{_bits}": _UNSIGNED[_bits // 8]}
-  _KINDS[f"s{_bits}"] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[_bits // 8]
-_KINDS["pred"] = np.bool_
+  KINDS |= {f"u{_bits}": _UNSIGNED[_bits // 8], f"b{_bits}": _UNSIGNED[_bits // 8]}
+  KINDS[f"s{_bits}"] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[_bits // 8]
+KINDS["pred"] = np.bool_
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
+# Of loads and stores: caching, and an order that blocks which run one after another have anyway.
+_HINTS = frozenset(("nc", "relaxed", "gpu", "sys", "weak", "volatile"))
 _LANE = np.arange(LANES)
+# By mode, with the limit 31: the lane that a lane reads, from its own number and the operand. At 32 or more: its own.
+_SHUFFLES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+  "idx": lambda own, operand: operand,
+  "bfly": np.bitwise_xor,
+  "down": np.add,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +59,13 @@ class Context:
     kernel: the kernel.
     parameters: value (of 8 bytes) of each parameter that is not a block of tensor maps, by name.
     addresses: address of each parameter, by name.
+    lanes: that execute an instruction together: those of a warp, or of a whole grid.
   """
 
   kernel: Kernel
   parameters: Mapping[str, int]
   addresses: Mapping[str, int]
+  lanes: int = LANES
 
   def register_kind(self, name: str) -> type[np.generic]:
     """Returns the dtype of a register's lanes."""
@@ -64,10 +74,10 @@ class Context:
       raise PtxError(f"register {name} is not declared")
     if kind == "pred":
       return np.bool_
-    return _UNSIGNED[np.dtype(_KINDS[kind]).itemsize]
+    return _UNSIGNED[np.dtype(KINDS[kind]).itemsize]
 
   def fetch(self, operand: Operand, kind: type[np.generic]) -> Fetch:
-    """Returns a function that gives an operand's 32 lanes as `kind`."""
+    """Returns a function that gives an operand's lanes as `kind`."""
     if isinstance(operand, Register):
       name, own = operand.name, self.register_kind(operand.name)
       if np.dtype(own).itemsize != np.dtype(kind).itemsize or (own is np.bool_) != (kind is np.bool_):
@@ -83,36 +93,49 @@ class Context:
     if isinstance(operand, Immediate):
       size = np.dtype(kind).itemsize
       value = operand.value & ((1 << 8 * size) - 1) if kind is not np.bool_ else operand.value
-      lanes = np.full(LANES, value, np.bool_ if kind is np.bool_ else _UNSIGNED[size]).view(kind)
+      lanes = np.full(self.lanes, value, np.bool_ if kind is np.bool_ else _UNSIGNED[size]).view(kind)
       return lambda block, warp: lanes
     if isinstance(operand, Symbol):
       return self._fetch_symbol(operand.name, kind)
     raise PtxError(f"operand {operand} has no value")
 
+  def fetch_low(self, operand: Operand, kind: type[np.generic]) -> Fetch:
+    """As `fetch`; of a register that is wider than `kind`, its low bytes."""
+    if not isinstance(operand, Register):
+      return self.fetch(operand, kind)
+    own, size = self.register_kind(operand.name), np.dtype(kind).itemsize
+    if own is np.bool_ or np.dtype(own).itemsize <= size:
+      return self.fetch(operand, kind)
+    whole = self.fetch(operand, own)
+    return lambda block, warp: whole(block, warp).astype(_UNSIGNED[size]).view(kind)
+
   def _fetch_symbol(self, name: str, kind: type[np.generic]) -> Fetch:
+    address = self.addresses.get(name)
     if name in self.kernel.shared:
-      lanes = np.full(LANES, SharedMemory.START, kind)
-      return lambda block, warp: lanes
-    if name in self.addresses:
-      lanes = np.full(LANES, self.addresses[name], kind)
+      address = SharedMemory.START + self.kernel.shared_offsets[name]
+    if name in self.kernel.local:
+      address = self.kernel.local_offsets[name]
+    if address is not None:
+      lanes = np.full(self.lanes, address, kind)
       return lambda block, warp: lanes
     axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], -1)
     if name == "%laneid":
-      return lambda block, warp: _LANE.astype(kind)
+      lanes = np.arange(self.lanes).astype(kind) % LANES
+      return lambda block, warp: lanes
     if name == "%tid.x":
       return lambda block, warp: warp.threads.astype(kind)
     if name in ("%tid.y", "%tid.z"):
-      return lambda block, warp: np.zeros(LANES, kind)
+      return lambda block, warp: np.zeros(self.lanes, kind)
     if name == "%ntid.x":
-      return lambda block, warp: np.full(LANES, block.num_threads, kind)
+      return lambda block, warp: np.full(self.lanes, block.num_threads, kind)
     if name[:-1] == "%ctaid.":
-      return lambda block, warp: np.full(LANES, block.index[axis], kind)
+      return lambda block, warp: np.full(self.lanes, block.index[axis], kind)
     if name[:-1] == "%nctaid.":
-      return lambda block, warp: np.full(LANES, block.launch.grid[axis], kind)
+      return lambda block, warp: np.full(self.lanes, block.launch.grid[axis], kind)
     raise PtxError(f"unknown symbol {name}")
 
   def fetch_address(self, operand: Operand) -> Fetch:
-    """Returns a function that gives the addresses int64[32] of [base + offset]."""
+    """Returns a function that gives the addresses int64[lanes] of [base + offset]."""
     if not isinstance(operand, Address):
       raise PtxError(f"operand {operand} is no address")
     kind = self.register_kind(operand.base.name) if isinstance(operand.base, Register) else np.uint64
@@ -121,7 +144,7 @@ class Context:
 
 
 def write(warp: Warp, name: str, values: np.ndarray, mask: np.ndarray) -> None:
-  """Writes lanes of a register. Args: values: [32] of any dtype of the register's size, or bool."""
+  """Writes lanes of a register. Args: values: [lanes] of any dtype of the register's size, or bool."""
   if name == "_":
     return
   if values.dtype != np.bool_:
@@ -154,7 +177,7 @@ def take_register(operand: Operand) -> str:
 
 def require_whole_warp(warp: Warp, group: Group) -> None:
   """Waits until all lanes of the warp are here, as .aligned and .sync with all lanes require."""
-  if int(group.mask.sum()) != warp.live:
+  if not warp.is_whole(group.mask):
     raise Waiting("other lanes of the warp are elsewhere")
 
 
@@ -187,14 +210,6 @@ _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
   "mul": np.multiply,
   "div": np.divide,
 }
-_COMPARE = {
-  "eq": np.equal,
-  "ne": np.not_equal,
-  "lt": np.less,
-  "le": np.less_equal,
-  "gt": np.greater,
-  "ge": np.greater_equal,
-}
 _UNARY_FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
   "neg": np.negative,
   "abs": np.abs,
@@ -210,9 +225,9 @@ _ROUNDING = {"rn", "approx", "ftz", "full", "NaN", "lo"}
 def _binary(context: Context, instruction: PtxInstruction) -> Body:
   name, kind = instruction.name[0], instruction.name[-1]
   modifiers = set(instruction.name[1:-1])
-  if not modifiers <= _ROUNDING or kind not in _KINDS:
+  if not modifiers <= _ROUNDING or kind not in KINDS:
     raise unknown_instruction(instruction)
-  dtype, function = _KINDS[kind], _BINARY[name]
+  dtype, function = KINDS[kind], _BINARY[name]
   if "NaN" in modifiers:
     function = {"max": np.maximum, "min": np.minimum}[name]
   target = take_register(instruction.operands[0])
@@ -221,7 +236,7 @@ def _binary(context: Context, instruction: PtxInstruction) -> Body:
 
 
 def _ternary(context: Context, instruction: PtxInstruction) -> Body:
-  dtype = _KINDS[instruction.name[-1]]
+  dtype = KINDS[instruction.name[-1]]
   if not set(instruction.name[1:-1]) <= _ROUNDING:
     raise unknown_instruction(instruction)
   target = take_register(instruction.operands[0])
@@ -237,8 +252,8 @@ def _mul(context: Context, instruction: PtxInstruction) -> Body:
     return _mul_high(context, instruction)
   if "wide" not in instruction.name:
     return _binary(context, instruction)
-  kind = _KINDS[instruction.name[-1]]
-  wide = _KINDS[f"{instruction.name[-1][0]}{np.dtype(kind).itemsize * 16}"]
+  kind = KINDS[instruction.name[-1]]
+  wide = KINDS[f"{instruction.name[-1][0]}{np.dtype(kind).itemsize * 16}"]
   target = take_register(instruction.operands[0])
   a, b = (context.fetch(operand, kind) for operand in instruction.operands[1:])
   return lambda block, warp, group, mask: write(
@@ -247,11 +262,11 @@ def _mul(context: Context, instruction: PtxInstruction) -> Body:
 
 
 def _mul_high(context: Context, instruction: PtxInstruction) -> Body:
-  kind = _KINDS[instruction.name[-1]]
+  kind = KINDS[instruction.name[-1]]
   bits = np.dtype(kind).itemsize * 8
-  if bits != 32:
+  if bits > 32:
     raise unknown_instruction(instruction)
-  wide = _KINDS[f"{instruction.name[-1][0]}64"]
+  wide = KINDS[f"{instruction.name[-1][0]}{2 * bits}"]
   target = take_register(instruction.operands[0])
   a, b = (context.fetch(operand, kind) for operand in instruction.operands[1:])
 
@@ -264,10 +279,10 @@ def _mul_high(context: Context, instruction: PtxInstruction) -> Body:
 
 def _unary_float(context: Context, instruction: PtxInstruction) -> Body:
   kind = instruction.name[-1]
-  if not set(instruction.name[1:-1]) <= _ROUNDING or kind not in _KINDS:
+  if not set(instruction.name[1:-1]) <= _ROUNDING or kind not in KINDS:
     raise unknown_instruction(instruction)
   function, target = _UNARY_FLOATS[instruction.name[0]], take_register(instruction.operands[0])
-  a = context.fetch(instruction.operands[1], _KINDS[kind])
+  a = context.fetch(instruction.operands[1], KINDS[kind])
   if kind[0] == "f":
     return lambda block, warp, group, mask: write(warp, target, function(a(block, warp)).astype(np.float32), mask)
   return lambda block, warp, group, mask: write(warp, target, function(a(block, warp)), mask)
@@ -275,27 +290,27 @@ def _unary_float(context: Context, instruction: PtxInstruction) -> Body:
 
 def _not(context: Context, instruction: PtxInstruction) -> Body:
   target = take_register(instruction.operands[0])
-  a = context.fetch(instruction.operands[1], _KINDS[instruction.name[-1]])
+  a = context.fetch(instruction.operands[1], KINDS[instruction.name[-1]])
   return lambda block, warp, group, mask: write(warp, target, ~a(block, warp), mask)
 
 
 def _shift(context: Context, instruction: PtxInstruction) -> Body:
   target = take_register(instruction.operands[0])
-  a = context.fetch(instruction.operands[1], _KINDS[instruction.name[-1]])
+  a = context.fetch(instruction.operands[1], KINDS[instruction.name[-1]])
   b = context.fetch(instruction.operands[2], np.uint32)
   function = _shift_left if instruction.name[0] == "shl" else _shift_right
   return lambda block, warp, group, mask: write(warp, target, function(a(block, warp), b(block, warp)), mask)
 
 
 def _extract_bits(context: Context, instruction: PtxInstruction) -> Body:
-  kind = _KINDS[instruction.name[-1]]
+  kind = KINDS[instruction.name[-1]]
   unsigned = _UNSIGNED[np.dtype(kind).itemsize]
   target = take_register(instruction.operands[0])
   a = context.fetch(instruction.operands[1], unsigned)
   start, length = (context.fetch(operand, np.uint32) for operand in instruction.operands[2:])
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-    size, one = length(block, warp), np.ones(LANES, unsigned)
+    size, one = length(block, warp), np.ones(len(mask), unsigned)
     found = _shift_right(a(block, warp), start(block, warp)) & (_shift_left(one, size) - one)
     if np.dtype(kind).kind == "i":  # the field's highest bit is its sign
       sign = _shift_left(one, size - np.uint32(1))
@@ -305,17 +320,9 @@ def _extract_bits(context: Context, instruction: PtxInstruction) -> Body:
   return run
 
 
-def _compare(context: Context, instruction: PtxInstruction) -> Body:
-  _, how, kind = instruction.name
-  target = take_register(instruction.operands[0])
-  a, b = (context.fetch(operand, _KINDS[kind]) for operand in instruction.operands[1:])
-  function = _COMPARE[how]
-  return lambda block, warp, group, mask: write(warp, target, function(a(block, warp), b(block, warp)), mask)
-
-
 def _select(context: Context, instruction: PtxInstruction) -> Body:
   target = take_register(instruction.operands[0])
-  a, b = (context.fetch(operand, _KINDS[instruction.name[-1]]) for operand in instruction.operands[1:3])
+  a, b = (context.fetch(operand, KINDS[instruction.name[-1]]) for operand in instruction.operands[1:3])
   chooses = context.fetch(instruction.operands[3], np.bool_)
   return lambda block, warp, group, mask: write(
     warp, target, np.where(chooses(block, warp), a(block, warp), b(block, warp)), mask
@@ -324,13 +331,13 @@ def _select(context: Context, instruction: PtxInstruction) -> Body:
 
 def _move(context: Context, instruction: PtxInstruction) -> Body:
   target, source = instruction.operands
-  kind = _KINDS[instruction.name[-1]]
+  kind = KINDS[instruction.name[-1]]
   if isinstance(source, Vector):  # {low, high} becomes one register
     part = _UNSIGNED[np.dtype(kind).itemsize // len(source.parts)]
     parts, name = [context.fetch(each, part) for each in source.parts], take_register(target)
 
     def pack(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-      write(warp, name, np.stack([each(block, warp) for each in parts], 1).view(kind).reshape(LANES), mask)
+      write(warp, name, np.stack([each(block, warp) for each in parts], 1).view(kind).reshape(-1), mask)
 
     return pack
   if isinstance(target, Vector):
@@ -338,7 +345,7 @@ def _move(context: Context, instruction: PtxInstruction) -> Body:
     names, whole = [take_register(each) for each in target.parts], context.fetch(source, kind)
 
     def unpack(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-      for name, value in zip(names, whole(block, warp).view(part).reshape(LANES, -1).T, strict=True):
+      for name, value in zip(names, whole(block, warp).view(part).reshape(len(mask), -1).T, strict=True):
         write(warp, name, np.ascontiguousarray(value), mask)
 
     return unpack
@@ -382,17 +389,17 @@ def _convert(context: Context, instruction: PtxInstruction) -> Body:
     )
   to, source = modifiers[-2:]
   rounding = modifiers[:-2]
-  if to not in _KINDS or source not in _KINDS or rounding not in ((), ("rn",)):
+  if to not in KINDS or source not in KINDS or rounding not in ((), ("rn",)):
     raise unknown_instruction(instruction)
-  floats = np.dtype(_KINDS[to]).kind == "f", np.dtype(_KINDS[source]).kind == "f"
+  floats = np.dtype(KINDS[to]).kind == "f", np.dtype(KINDS[source]).kind == "f"
   if any(floats) and (not floats[0] or rounding != ("rn",)):  # no kernel rounds to integers
     raise unknown_instruction(instruction)
-  a = context.fetch(instruction.operands[1], _KINDS[source])
-  return lambda block, warp, group, mask: write(warp, target, a(block, warp).astype(_KINDS[to]), mask)
+  a = context.fetch(instruction.operands[1], KINDS[source])
+  return lambda block, warp, group, mask: write(warp, target, a(block, warp).astype(KINDS[to]), mask)
 
 
 def _convert_address(context: Context, instruction: PtxInstruction) -> Body:
-  if instruction.name[1:] not in (("to", "global", "u64"), ("param", "u64")):
+  if instruction.name[1:] not in (("to", "global", "u64"), ("param", "u64"), ("local", "u64")):
     raise unknown_instruction(instruction)
   target, a = take_register(instruction.operands[0]), context.fetch(instruction.operands[1], np.uint64)
   return lambda block, warp, group, mask: write(warp, target, a(block, warp).copy(), mask)
@@ -418,14 +425,19 @@ def _elect(context: Context, instruction: PtxInstruction) -> Body:
 def _shuffle(context: Context, instruction: PtxInstruction) -> Body:
   how = instruction.name[2]
   target, value, lane, clamp, members = instruction.operands
-  if how not in ("idx", "bfly") or clamp != Immediate(31) or members != Immediate(-1) or isinstance(target, Pair):
+  if how not in _SHUFFLES or clamp != Immediate(31) or members != Immediate(-1) or isinstance(target, Pair):
     raise unknown_instruction(instruction)
   a, b, name = context.fetch(value, np.uint32), context.fetch(lane, np.uint32), take_register(target)
+  source_of = _SHUFFLES[how]
+  lanes = np.arange(context.lanes)
+  own, first = lanes % LANES, lanes // LANES * LANES
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
-    source = b(block, warp).astype(np.int64) & 31
-    write(warp, name, a(block, warp)[source if how == "idx" else _LANE ^ source], mask)
+    source = source_of(own, b(block, warp).astype(np.int64) & 31)
+    source = first + np.where(source < LANES, source, own)
+    # What a lane reads from one that does not take part is undefined.
+    write(warp, name, np.where(mask[source], a(block, warp)[source], np.uint32(0xFFFFFFFF)), mask)
 
   return run
 
@@ -435,11 +447,11 @@ def _shuffle(context: Context, instruction: PtxInstruction) -> Body:
 
 def _access(instruction: PtxInstruction) -> tuple[str, int, type[np.generic]]:
   """Returns the state space, the number of registers and their dtype of a load or store."""
-  words = list(instruction.name[1:])
-  kind = _KINDS[words.pop()]
+  words = [word for word in instruction.name[1:] if word not in _HINTS]
+  kind = KINDS[words.pop()]
   count = _VECTORS[words.pop()] if words and words[-1] in _VECTORS else 1
   space = words[0].split("::")[0] if words else "generic"
-  if words[1:] or space not in ("global", "shared", "param", "generic"):
+  if words[1:] or space not in ("global", "shared", "param", "local", "generic"):
     raise unknown_instruction(instruction)
   return space, count, kind
 
@@ -447,7 +459,7 @@ def _access(instruction: PtxInstruction) -> tuple[str, int, type[np.generic]]:
 def _widen(kind: type[np.generic], register: type[np.generic]) -> type[np.generic]:
   """Returns the dtype of a value of `kind` in a register that may be wider."""
   size = np.dtype(register).itemsize
-  return kind if size == np.dtype(kind).itemsize else _KINDS[f"{'s' if np.dtype(kind).kind == 'i' else 'u'}{8 * size}"]
+  return kind if size == np.dtype(kind).itemsize else KINDS[f"{'s' if np.dtype(kind).kind == 'i' else 'u'}{8 * size}"]
 
 
 def _registers(operand: Operand) -> list[str]:
@@ -463,7 +475,7 @@ def _load(context: Context, instruction: PtxInstruction) -> Body:
     address = instruction.operands[1]
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset or count != 1:
       raise unknown_instruction(instruction)
-    lanes = np.full(LANES, context.parameters[address.base.name], kind)
+    lanes = np.full(context.lanes, context.parameters[address.base.name], kind)
     return lambda block, warp, group, mask: write(warp, targets[0], lanes.copy(), mask)
   where = context.fetch_address(instruction.operands[1])
 
@@ -473,9 +485,11 @@ def _load(context: Context, instruction: PtxInstruction) -> Body:
       offsets = block.shared.offsets(addresses, size * count)
       block.shadow.note_read(warp.agent, offsets.reshape(-1))
       found = block.shared.data[offsets]
+    elif space == "local":
+      found = warp.read_local(addresses, size * count, mask, context.kernel.local_bytes)
     else:
-      found = block.launch.memory.read(addresses, size * count, block.serial)
-    values = np.zeros((LANES, count), kind)
+      found = block.launch.memory.read(addresses, size * count, block.serials(mask))
+    values = np.zeros((len(mask), count), kind)
     values[mask] = found.view(kind)
     for number, name in enumerate(targets):
       write(warp, name, values[:, number].astype(widths[number]), mask)
@@ -488,7 +502,7 @@ def _store(context: Context, instruction: PtxInstruction) -> Body:
   size = np.dtype(kind).itemsize
   where, source = context.fetch_address(instruction.operands[0]), instruction.operands[1]
   parts = source.parts if isinstance(source, Vector) else (source,)
-  values = [context.fetch(part, kind) for part in parts]
+  values = [context.fetch_low(part, kind) for part in parts]
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     addresses = where(block, warp)[mask]
@@ -496,14 +510,19 @@ def _store(context: Context, instruction: PtxInstruction) -> Body:
     if space == "shared":
       offsets = block.shared.offsets(addresses, size * count)
       write_shared(block, warp, offsets, data)
+    elif space == "local":
+      warp.write_local(addresses, data, mask, context.kernel.local_bytes)
     else:
-      block.launch.memory.write(addresses, data, block.serial)
+      block.launch.memory.write(addresses, data, block.serials(mask))
 
   return run
 
 
 def write_shared(block: Block, warp: Warp, offsets: np.ndarray, data: np.ndarray) -> None:
   """Writes bytes of shared memory through the generic proxy, with its checks."""
+  if block.launch.allows_equal_writes:
+    changed = block.shared.data[offsets] != data
+    offsets, data = offsets[changed], data[changed]
   block.shadow.note_write(warp.agent, np.unique(offsets))
   block.shared.data[offsets] = data
   if not np.array_equal(block.shared.data[offsets], data):
@@ -550,7 +569,7 @@ def _branch(context: Context, instruction: PtxInstruction) -> Execute:
 
 def _guard(context: Context, instruction: PtxInstruction) -> Fetch:
   if instruction.guard is None:
-    return lambda block, warp: np.ones(LANES, np.bool_)
+    return lambda block, warp: np.ones(context.lanes, np.bool_)
   value = context.fetch(instruction.guard, np.bool_)
   return (lambda block, warp: ~value(block, warp)) if instruction.negated else value
 
@@ -574,7 +593,6 @@ TRANSLATORS: dict[str, Callable[[Context, PtxInstruction], Body]] = {
   "shl": _shift,
   "shr": _shift,
   "bfe": _extract_bits,
-  "setp": _compare,
   "selp": _select,
   "mov": _move,
   "cvt": _convert,

@@ -14,8 +14,9 @@ _PARAM = re.compile(r"\.param\s+((?:\.\w+\s+|\d+\s+)*)([\w$]+)(?:\[(\d+)\])?")
 _LABEL = re.compile(r"([\w$%]+):(?!:)\s*")
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
-_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)(?:\[(\d*)\])?")
-_ADDRESS = re.compile(r"(.*?)(?:\s*([+-])\s*(\d+))?")
+_ARRAY = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)(?:\[(\d*)\])?")
+_DYNAMIC = re.compile(r"^\s*\.extern\s+\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[\]", re.MULTILINE)
+_ADDRESS = re.compile(r"(.*?)(?:\s*([+-])\s*(-?\d+))?")
 _SIZES = {"b8": 1, "u8": 1, "b16": 2, "u16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8, "f64": 8}
 
 
@@ -123,6 +124,9 @@ class Kernel:
     instructions: in order, without declarations.
     labels: name -> index of the instruction behind it.
     shared: name -> bytes of a shared variable; 0 for dynamic shared memory.
+    shared_offsets: name -> where it begins; dynamic shared memory is behind all others.
+    local: name -> bytes of an array that each thread has.
+    local_offsets: name -> where it begins.
     registers: type by register, such as "b32"; those of the kernel declared as a range (%r<9>) by their prefix ("%r").
   """
 
@@ -132,7 +136,20 @@ class Kernel:
   instructions: tuple[PtxInstruction, ...]
   labels: Mapping[str, int]
   shared: Mapping[str, int]
+  shared_offsets: Mapping[str, int]
+  local: Mapping[str, int]
+  local_offsets: Mapping[str, int]
   registers: Mapping[str, str]
+
+  @property
+  def shared_bytes(self) -> int:
+    """Bytes of shared memory in front of the dynamic part."""
+    return max((offset + self.shared[name] for name, offset in self.shared_offsets.items()), default=0)
+
+  @property
+  def local_bytes(self) -> int:
+    """Bytes of local memory of a thread."""
+    return max((offset + self.local[name] for name, offset in self.local_offsets.items()), default=0)
 
 
 def read_kernels(text: str) -> list[Kernel]:
@@ -155,15 +172,32 @@ def _read_kernel(text: str, head: re.Match[str]) -> Kernel:
     count *= int(size)
   body = _Body(text, head.end())
   body.read()
+  # An array lies at a multiple of its alignment behind those before it; what has no size is the dynamic part.
+  shared = {name: size for name, (size, _) in body.shared.items()} | dict.fromkeys(_DYNAMIC.findall(text), 0)
+  sized = {name: array for name, array in body.shared.items() if array[0]}
+  end = -(-sum(-(-size // align) * align for size, align in sized.values()) // 1024) * 1024
+  shared_offsets = {name: end for name, size in shared.items() if not size} | _place_arrays(sized)
   return Kernel(
     head[1],
     tuple(_read_parameter(each) for each in head[2].split(",") if each.strip()),
     count,
     tuple(body.instructions),
     body.labels,
-    body.shared,
+    shared,
+    shared_offsets,
+    {name: size for name, (size, _) in body.local.items()},
+    _place_arrays(body.local),
     body.registers,
   )
+
+
+def _place_arrays(arrays: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+  """Returns the offset of each array. Args: arrays: bytes and alignment by name."""
+  found, end = {}, 0
+  for name, (size, align) in arrays.items():
+    found[name] = -(-end // align) * align
+    end = found[name] + size
+  return found
 
 
 def _read_parameter(text: str) -> Parameter:
@@ -188,7 +222,8 @@ class _Body:
     self._num_scopes = 0
     self.instructions: list[PtxInstruction] = []
     self.labels: dict[str, int] = {}
-    self.shared: dict[str, int] = {}
+    self.shared: dict[str, tuple[int, int]] = {}  # bytes and alignment
+    self.local: dict[str, tuple[int, int]] = {}
     self.registers: dict[str, str] = {}
 
   def read(self) -> None:
@@ -202,7 +237,7 @@ class _Body:
       elif rest[0] == "}":
         self._scopes.pop()
         self._at += 1
-      elif rest.startswith((".loc", ".pragma", ".file", ".section")):
+      elif rest.startswith((".loc ", ".loc\t", ".pragma", ".file", ".section")):
         self._at += rest.index("\n")
       elif label := _LABEL.match(rest):
         self.labels[self._resolve(label[1])] = len(self.instructions)
@@ -241,11 +276,11 @@ class _Body:
     self._at = end + 1
     if text.startswith(".reg"):
       self._declare_registers(text, line)
-    elif text.startswith(".shared"):
-      found = _SHARED.match(text)
+    elif text.startswith((".shared", ".local")):
+      found = _ARRAY.match(text)
       if found is None:
         raise PtxError(f"line {line}: unknown declaration: {text}")
-      self.shared[found[2]] = int(found[3] or 0)
+      (self.shared if found[1] == "shared" else self.local)[found[3]] = int(found[4] or 0), int(found[2])
     elif text.startswith("."):
       raise PtxError(f"line {line}: unknown directive: {text}")
     elif text:
@@ -299,6 +334,8 @@ class _Body:
 
   def _read_simple(self, text: str, line: int) -> Register | Symbol | Immediate:
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
+      return Immediate(int(text[2:], 16))
+    if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", text):
       return Immediate(int(text[2:], 16))
     if re.fullmatch(r"-?\d+|-?0[xX][0-9a-fA-F]+", text):
       return Immediate(int(text, 0))
