@@ -173,7 +173,8 @@ def _convert(context: Context, instruction: PtxInstruction) -> Body:
     elif floats[1]:
       values = _to_integers(values, kind)
     elif "sat" in flags:
-      values = np.clip(values.astype(object), np.iinfo(kind).min, np.iinfo(kind).max).astype(kind)
+      limits = np.iinfo(np.dtype(kind).name)
+      values = np.clip(values.astype(object), limits.min, limits.max).astype(kind)
     else:
       values = values.astype(kind)
     write(warp, target, values.astype(wide), mask)
@@ -183,7 +184,7 @@ def _convert(context: Context, instruction: PtxInstruction) -> Body:
 
 def _to_integers(values: np.ndarray, kind: type[np.generic]) -> np.ndarray:
   """Returns floats that are whole numbers as integers: the nearest that `kind` holds, and 0 for NaN."""
-  limits = np.iinfo(kind)
+  limits = np.iinfo(np.dtype(kind).name)
   found = np.zeros(values.shape, kind)
   high, low = values >= float(limits.max), values <= float(limits.min)
   inside = ~(high | low | np.isnan(values))
@@ -337,8 +338,8 @@ def _depend_on_grid(context: Context, instruction: PtxInstruction) -> Body:
 def fragment_places(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns rows and columns int[registers, 2, 32] of a fragment of 16-bit elements, two a register.
 
-  Lane 4 * r + c has columns 2c and 2c + 1 of row r of each 8 x 8 part; the parts follow down the rows, then across
-  ("Matrix Fragments for mma.m16n8k16", A; for B with the depth as columns).
+  Lane 4 * r + c has columns 2c and 2c + 1 of row r of each 8 x 8 part. Parts follow down the rows, then across. See
+  "Matrix Fragments for mma.m16n8k16" of the PTX ISA: this is A, and B with the depth as its columns.
   """
   lane, half = np.arange(LANES)[None, None, :], np.arange(2)[None, :, None]
   part = np.arange(rows // 8 * (columns // 8))[:, None, None]
@@ -351,11 +352,11 @@ def fragment_places(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 def _multiply_matrices(context: Context, instruction: PtxInstruction) -> Body:
   """mma.sync of a warp: f32[16, 8] += A[16, 8 or 16] B[16 or 8, 8]."""
   name = instruction.name
-  shape, kinds = name[3] if len(name) > 3 else "", name[6:]
+  shape, kinds = "".join(name[3:4]), list(name[6:])
   depth = {"m16n8k16": 16, "m16n8k8": 8}.get(shape, 0)
   if name[:3] != ("mma", "sync", "aligned") or name[4:6] != ("row", "col") or not depth:
     raise unknown_instruction(instruction)
-  if kinds not in (("f32", "bf16", "bf16", "f32"), ("f32", "f16", "f16", "f32")):
+  if kinds not in (["f32", "bf16", "bf16", "f32"], ["f32", "f16", "f16", "f32"]):
     raise unknown_instruction(instruction)
   vectors = [operand for operand in instruction.operands if isinstance(operand, Vector)]
   targets = [take_register(part) for part in vectors[0].parts]

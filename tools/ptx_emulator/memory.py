@@ -27,12 +27,14 @@ class Buffer:
     address: of its first byte.
     data: uint8[bytes], a view of the array.
     owner: int32[bytes]: the block that has written a byte, from 1; 0: none.
+    slack: bytes behind the end that loads may touch.
   """
 
   name: str
   address: int
   data: np.ndarray
   owner: np.ndarray
+  slack: int = 0
 
 
 class GlobalMemory:
@@ -43,14 +45,19 @@ class GlobalMemory:
     self._starts: list[int] = []
     self._next = _FIRST_ADDRESS
 
-  def add_buffer(self, name: str, array: np.ndarray, skew: int = 0) -> Buffer:
+  def add_buffer(self, name: str, array: np.ndarray, skew: int = 0, pads: bool = False) -> Buffer:
     """Gives an array addresses. Kernels read and write the array itself.
 
-    Args: array: C-contiguous. skew: bytes of its address behind a multiple of 256.
+    Args:
+      array: C-contiguous.
+      skew: bytes of its address behind a multiple of 256.
+      pads: loads may go on to the next multiple of 256, as XLA's do for threads that have nothing to compute.
     """
     assert array.flags.c_contiguous, name
     data = array.reshape(-1).view(np.uint8)
     buffer = Buffer(name, self._next + skew % _ALIGNMENT, data, np.zeros(data.size, np.int32))
+    if pads:
+      buffer.slack = -(buffer.address + data.size) % _ALIGNMENT
     self._buffers.append(buffer)
     self._starts.append(buffer.address)
     self._next += -(-data.size // _ALIGNMENT) * _ALIGNMENT + _GAP
@@ -80,7 +87,7 @@ class GlobalMemory:
     Args: addresses: int64[n], multiples of size. block: that reads, from 1, or those of each address, int[n].
     """
     found = np.full((len(addresses), size), 0xFF, np.uint8)
-    for buffer, lanes, places in self._take(addresses, size, over=size - 1 if size > 4 else 0):
+    for buffer, lanes, places in self._take(addresses, size, is_load=True):
       inside = places < buffer.data.size
       places = np.minimum(places, buffer.data.size - 1)
       self.check_owner(buffer, places, block if isinstance(block, int) else block[lanes, None])
@@ -112,7 +119,9 @@ class GlobalMemory:
       what = "an atomic operation" if reader == _SHARED else f"block {reader - 1}"
       raise AccessError(f"{buffer.name}: {what} reads bytes that {by} has written")
 
-  def _take(self, addresses: np.ndarray, size: int, over: int = 0) -> Iterator[tuple[Buffer, np.ndarray, np.ndarray]]:
+  def _take(
+    self, addresses: np.ndarray, size: int, is_load: bool = False
+  ) -> Iterator[tuple[Buffer, np.ndarray, np.ndarray]]:
     """Yields each buffer with the lanes int[m] that are in it, and their bytes' offsets int[m, size].
 
     Raises:
@@ -127,6 +136,7 @@ class GlobalMemory:
       mine = addresses[lanes]
       buffer = self._buffers[max(number, 0)]
       offsets = mine - buffer.address
+      over = max(size - 1 if size > 4 else 0, buffer.slack) if is_load else 0
       outside = (offsets < 0) | (offsets + size - over > buffer.data.size)
       if outside.any():
         self.find(int(mine[outside][0]), size, over)  # raises

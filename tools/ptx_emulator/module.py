@@ -1,8 +1,9 @@
 """Runs a whole compiled XLA:GPU program on a CPU: buffers, copies, branches, and each kernel's PTX.
 
-`compile_module` compiles a program for a GPU that is not here; its executable says which kernel runs on which bytes,
-and the compilers' dumps hold the PTX. Launches run one after another, in XLA's order; what overlaps on a GPU does not.
+`compile_module` compiles a program for a GPU that is not here. Its executable says which kernel runs on which bytes;
+the compilers' dumps hold the PTX. Launches run one after another, in XLA's order; what overlaps on a GPU does not here.
 A kernel that leaves the bytes of its own arguments is an error, also where the memory behind them is the program's.
+Only loads of XLA's kernels may go on to the next multiple of 256 bytes, where they find NaN.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class ModuleRunner:
       raise PtxError(f"the compiler wrote no PTX for {launch.kernel}")
     if launch.threads != (kernel.threads, 1, 1):
       raise PtxError(f"{launch.kernel} is launched with {launch.threads} threads; its PTX has {kernel.threads}")
-    places, addresses = place_slices(memory, launch.arguments)
+    places, addresses = place_slices(memory, launch.arguments, pads=True)
     started = time.perf_counter()
     run_kernel(kernel, places, addresses, launch.grid, launch.shared_bytes, next(self._seeds), allows_equal_writes=True)
     self._note(launch.kernel, started)
@@ -202,10 +203,14 @@ def choose_branch(launch: Branches, index: np.ndarray) -> tuple[Launch, ...]:
   return launch.sequences[number if 0 <= number <= last else last]
 
 
-def place_slices(memory: Mapping[int, np.ndarray], slices: Sequence[BufferSlice]) -> tuple[GlobalMemory, list[int]]:
+def place_slices(
+  memory: Mapping[int, np.ndarray], slices: Sequence[BufferSlice], pads: bool = False
+) -> tuple[GlobalMemory, list[int]]:
   """Returns the memory of one launch and the address of each slice in it.
 
   Slices that overlap are one buffer; all others are far apart, so that an address behind one is in no other.
+
+  Args: pads: as of GlobalMemory.add_buffer.
   """
   found = GlobalMemory()
   addresses = [0] * len(slices)
@@ -218,7 +223,7 @@ def place_slices(memory: Mapping[int, np.ndarray], slices: Sequence[BufferSlice]
       first = slices[group[0]]
       names = ", ".join(f"argument {number}" for number in sorted(group))
       data = memory[first.allocation][first.offset : end]
-      buffer = found.add_buffer(names, data, skew=first.offset)
+      buffer = found.add_buffer(names, data, first.offset, pads)
       for number in group:
         addresses[number] = buffer.address + slices[number].offset - first.offset
 

@@ -120,7 +120,7 @@ class Context:
       return lambda block, warp: lanes
     axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], -1)
     if name == "%laneid":
-      lanes = np.arange(self.lanes).astype(kind) % LANES
+      lanes = (np.arange(self.lanes) % LANES).astype(kind)
       return lambda block, warp: lanes
     if name == "%tid.x":
       return lambda block, warp: warp.threads.astype(kind)

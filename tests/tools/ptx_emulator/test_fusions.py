@@ -61,8 +61,8 @@ def apply(operation: str, inputs: list[np.ndarray], dtype: np.dtype, before: str
 RNG = np.random.default_rng(0)
 X, Y, Z = (RNG.standard_normal(32).astype(F32) * 3 for _ in range(3))
 ODD = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 2.5, -2.5, 3e9] * 4, F32)
-I, J, K = (RNG.integers(-(2**31), 2**31, 32).astype(S32) for _ in range(3))
-U, V = I.view(U32), J.view(U32)
+N, J, K = (RNG.integers(-(2**31), 2**31, 32).astype(S32) for _ in range(3))
+U, V = N.view(U32), J.view(U32)
 B, C = X.astype(BF16), Y.astype(BF16)
 
 
@@ -70,7 +70,7 @@ B, C = X.astype(BF16), Y.astype(BF16)
   ("operation", "inputs", "expected"),
   [
     ("abs.f32 {d}, {a};", [X], np.abs(X)),
-    ("neg.s32 {d}, {a};", [I], -I),
+    ("neg.s32 {d}, {a};", [N], -N),
     ("ex2.approx.ftz.f32 {d}, {a};", [X], np.exp2(X)),
     ("lg2.approx.f32 {d}, {a};", [np.abs(X)], np.log2(np.abs(X))),
     ("rsqrt.approx.f32 {d}, {a};", [np.abs(X)], 1 / np.sqrt(np.abs(X))),
@@ -79,28 +79,28 @@ B, C = X.astype(BF16), Y.astype(BF16)
     ("cvt.rni.f32.f32 {d}, {a};", [X], np.rint(X)),
     ("cvt.rzi.s32.f32 {d}, {a};", [ODD], np.array([0, 2**31 - 1, -(2**31), 0, 0, 2, -2, 2**31 - 1] * 4, S32)),
     ("cvt.rni.s32.f32 {d}, {a};", [ODD], np.array([0, 2**31 - 1, -(2**31), 0, 0, 2, -2, 2**31 - 1] * 4, S32)),
-    ("cvt.rn.f32.s32 {d}, {a};", [I], I.astype(F32)),
+    ("cvt.rn.f32.s32 {d}, {a};", [N], N.astype(F32)),
     ("cvt.rn.f32.u32 {d}, {a};", [U], U.astype(F32)),
     ("cvt.f32.bf16 {d}, {a};", [B], B.astype(F32)),
     ("cvt.rn.bf16.f32 {d}, {a};", [X], B),
-    ("add.rn.bf16 {d}, {a}, {b};", [B, C], B + C),
-    ("mul.rn.bf16 {d}, {a}, {b};", [B, C], B * C),
+    ("add.rn.bf16 {d}, {a}, {b};", [B, C], np.add(B, C)),
+    ("mul.rn.bf16 {d}, {a}, {b};", [B, C], np.multiply(B, C)),
     ("fma.rn.bf16 {d}, {a}, {b}, {c};", [B, C, B], (B.astype(F64) * C.astype(F64) + B.astype(F64)).astype(BF16)),
     ("mul.hi.u32 {d}, {a}, {b};", [U, V], (U.astype("u8") * V >> np.uint64(32)).astype(U32)),
     ("mul.rn.f64 {d}, {a}, {b};", [X.astype(F64), Y.astype(F64)], X.astype(F64) * Y),
-    ("div.s32 {d}, {a}, {b};", [I, J >> 20 | 1], np.trunc(I / (J >> 20 | 1)).astype(S32)),
+    ("div.s32 {d}, {a}, {b};", [N, J >> 20 | 1], np.trunc(N / (J >> 20 | 1)).astype(S32)),
     ("rem.u32 {d}, {a}, {b};", [U, V >> 20 | 1], U % (V >> 20 | 1)),
     ("shf.l.wrap.b32 {d}, {a}, {b}, 9;", [U, V], V << 9 | U >> 23),
     ("shf.r.clamp.b32 {d}, {a}, {b}, 40;", [U, V], V),
-    ("setp.lt.s32 %p1, {a}, {b}; selp.b32 {d}, 1, 2, %p1;", [I, J], np.where(I < J, 1, 2).astype(S32)),
+    ("setp.lt.s32 %p1, {a}, {b}; selp.b32 {d}, 1, 2, %p1;", [N, J], np.where(N < J, 1, 2).astype(S32)),
     ("setp.neu.f32 %p1, {a}, 0f00000000; selp.b32 {d}, 1, 0, %p1;", [ODD], ((ODD != 0) * 1).astype(S32)),
     ("setp.ne.f32 %p1, {a}, 0f00000000; selp.b32 {d}, 1, 0, %p1;", [ODD], ((np.abs(ODD) > 0) * 1).astype(S32)),
     ("setp.ltu.f32 %p1, {a}, {b}; selp.b32 {d}, 1, 0, %p1;", [ODD, Y], (~(ODD >= Y) * 1).astype(S32)),
     ("setp.nan.f32 %p1, {a}, {a}; selp.b32 {d}, 1, 0, %p1;", [ODD], (np.isnan(ODD) * 1).astype(S32)),
     (
       "setp.gt.s32 %p2, {b}, 0; setp.gt.and.s32 %p1, {a}, 0, %p2; selp.b32 {d}, 1, 0, %p1;",
-      [I, J],
-      (((I > 0) & (J > 0)) * 1).astype(S32),
+      [N, J],
+      (((N > 0) & (J > 0)) * 1).astype(S32),
     ),
   ],
   ids=lambda value: value.split()[0] if isinstance(value, str) else "",
@@ -130,16 +130,16 @@ def test_a_carry_goes_from_the_low_product_into_the_high_one():
 @pytest.mark.parametrize(
   ("operation", "expected"),
   [
-    ("shfl.sync.down.b32 {d}, {a}, 4, 31, -1;", [*I[4:], *I[28:]]),
-    ("shfl.sync.bfly.b32 {d}, {a}, 3, 31, -1;", I[np.arange(32) ^ 3]),
-    ("redux.sync.min.s32 {d}, {a}, -1;", [I.min()] * 32),
-    ("redux.sync.add.s32 {d}, {a}, 255;", [I[:8].sum(dtype=S32)] * 32),
+    ("shfl.sync.down.b32 {d}, {a}, 4, 31, -1;", [*N[4:], *N[28:]]),
+    ("shfl.sync.bfly.b32 {d}, {a}, 3, 31, -1;", N[np.arange(32) ^ 3]),
+    ("redux.sync.min.s32 {d}, {a}, -1;", [N.min()] * 32),
+    ("redux.sync.add.s32 {d}, {a}, 255;", [N[:8].sum(dtype=S32)] * 32),
   ],
 )
 def test_lanes_exchange_values(operation: str, expected: list):
   before = "mov.b32 %r80, -1;" if "255" not in operation else "mov.b32 %r80, 255;"
   operation = operation.replace("-1;", "%r80;").replace("255;", "%r80;") if "redux" in operation else operation
-  np.testing.assert_array_equal(apply(operation, [I], S32, before), np.array(expected, S32))
+  np.testing.assert_array_equal(apply(operation, [N], S32, before), np.array(expected, S32))
 
 
 def test_each_thread_has_its_own_local_memory():
@@ -150,9 +150,9 @@ def test_each_thread_has_its_own_local_memory():
   st.local.b32 [%SPL+4], {a};
   ld.local.b32 {d}, [%SPL+4];
   """
-  np.testing.assert_array_equal(apply(body, [I], S32), I)
+  np.testing.assert_array_equal(apply(body, [N], S32), N)
   with pytest.raises(KernelFault, match="4 bytes at 16 of a thread's local memory, which has 16"):
-    apply(body.replace("%SPL+4", "%SPL+16"), [I], S32)
+    apply(body.replace("%SPL+4", "%SPL+16"), [N], S32)
 
 
 def test_blocks_add_to_one_number_atomically():
