@@ -346,8 +346,8 @@ class DeviceSettings:
   kv_dtype: str = setting(
     "auto",
     "Keys and values in the KV pool: auto: --dtype; int8: int8 with a scale a token and KV head, half the bytes of "
-    "bfloat16 and a little more, for CPUs; fp8: e4m3 without a scale, half the bytes of bfloat16, for Hopper GPUs and "
-    "TPUs. --attention=reference has both.",
+    "bfloat16 and a little more, for CPUs and TPUs; fp8: e4m3 without a scale, half the bytes of bfloat16, for Hopper "
+    "GPUs and TPUs. --attention=reference has both.",
     group=_MEMORY,
     choices=("auto", "int8", "fp8"),
   )

@@ -68,7 +68,7 @@ def choose_attention(
 
   def check(name: str) -> None:
     # One token, row and block: the ladder does not exist yet.
-    block_size = options.block_size or api.preferred_block_size(name)
+    block_size = options.block_size or api.preferred_block_size(name, kv_dtype)
     for each in model.groups:
       geometry = Geometry(1, 1, 1, block_size, each.num_heads, each.num_kv_heads, each.head_dim, each.window)
       api.check_supported(name, geometry, dtype, kv_dtype)
@@ -80,7 +80,7 @@ def choose_attention(
       f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {options.model_dir}; "
       "lower --max_model_len, or leave it at 0"
     )
-  return attention, reason, options.block_size or api.preferred_block_size(attention), max_model_len
+  return attention, reason, options.block_size or api.preferred_block_size(attention, kv_dtype), max_model_len
 
 
 def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from models.split import ModelSplit
 from pallas_kernels.paged_attention import api
 
 Buffers = tuple[jax.Array, ...]
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def bytes_per_block(
@@ -37,10 +38,12 @@ def bytes_per_block(
   return values * num_devices * jnp.dtype(dtype).itemsize
 
 
-def head_axis(block_size: int, declared: LayerAttention, attention: str = "reference") -> int:
+def head_axis(
+  block_size: int, declared: LayerAttention, attention: str = "reference", dtype: jnp.dtype = _FLOAT32
+) -> int:
   """Returns the dimension of KV heads, the only part of the kernel's layout that sharding needs."""
-  once = api.kv_shape(3, block_size, declared.num_kv_heads, declared.head_dim, attention)
-  twice = api.kv_shape(3, block_size, 2 * declared.num_kv_heads, declared.head_dim, attention)
+  once = api.kv_shape(3, block_size, declared.num_kv_heads, declared.head_dim, attention, dtype)
+  twice = api.kv_shape(3, block_size, 2 * declared.num_kv_heads, declared.head_dim, attention, dtype)
   (axis,) = [i for i, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
   return axis
 
@@ -53,7 +56,7 @@ def abstract(
 
   def of_group(declared: LayerAttention) -> jax.ShapeDtypeStruct:
     shape = api.kv_shape(num_blocks + 1, block_size, declared.num_kv_heads, declared.head_dim, attention, dtype)
-    axis = head_axis(block_size, declared, attention)
+    axis = head_axis(block_size, declared, attention, dtype)
     return mesh_lib.spread(mesh, shape, dtype, tuple("kv_heads" if i == axis else None for i in range(len(shape))))
 
   buffers = {declared: of_group(declared) for declared in share.groups}

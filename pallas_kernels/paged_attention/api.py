@@ -5,6 +5,7 @@ layout of the KV buffer: callers treat a buffer as opaque and get its shape from
 
   check_supported(geometry, dtype)            raises NotImplementedError for unsupported shapes and dtypes
   check_kv_dtype(geometry, kv_dtype)          the same for the buffer's dtypes of EIGHT_BIT_KV
+  PREFERRED_BLOCK_SIZE, PREFERRED_BLOCK_SIZES the tokens of a block, and those of a buffer's dtype
   make_plan(geometry, device_kind) -> Plan    work lists that the host sends with every step (plan.py)
 
 This module chooses an implementation by name, before anything compiles.
@@ -21,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.fp8_kv import BYTES
-from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 # Imported on first use, because the GPU's module needs packages that a TPU machine may lack.
@@ -32,7 +32,7 @@ WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
 ACROSS_SHAPES = ("cpu",)
 # The dtypes of buffers besides the layer's own, by the names that users know; and those that each implementation has.
 EIGHT_BIT_KV = {"int8": jnp.dtype(jnp.int8), "fp8": BYTES}
-_EIGHT_BIT_KV_OF = {"reference": ("int8", "fp8"), "cpu": ("int8",), "gpu": ("fp8",), "tpu": ("fp8",)}
+_EIGHT_BIT_KV_OF = {"reference": ("int8", "fp8"), "cpu": ("int8",), "gpu": ("fp8",), "tpu": ("int8", "fp8")}
 # Best first. The CPU's second implementation supports everything that its first does, so "auto" may fall back to it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma
@@ -99,9 +99,15 @@ def choose_attention(names: tuple[str, ...], check: Callable[[str], None]) -> tu
   return names[-1], "; ".join(reasons)
 
 
-def preferred_block_size(name: str) -> int:
-  """Returns the tokens a KV block with which an implementation is fastest."""
-  return getattr(implementation(name), "PREFERRED_BLOCK_SIZE", 16)
+def preferred_block_size(name: str, kv_dtype: Any = None) -> int:
+  """Returns the tokens a KV block with which an implementation is fastest.
+
+  Args:
+    kv_dtype: of the buffer; None: the layer's own.
+  """
+  module = implementation(name)
+  usual = getattr(module, "PREFERRED_BLOCK_SIZE", 16)
+  return usual if kv_dtype is None else getattr(module, "PREFERRED_BLOCK_SIZES", {}).get(jnp.dtype(kv_dtype), usual)
 
 
 @jax.tree_util.register_dataclass
@@ -225,6 +231,6 @@ def kv_shape(
     num_kv_heads: K.
     head_dim: H.
     name: the implementation.
-    dtype: of the buffer. One of int8 has the scale of each key and value in two more elements (int8_kv.py).
+    dtype: of the buffer. One of int8 has the scale of each key and value, too (int8_kv.py).
   """
-  return implementation(name).kv_shape(num_blocks, block_size, num_kv_heads, stored_size(head_dim, dtype))
+  return implementation(name).kv_shape(num_blocks, block_size, num_kv_heads, head_dim, jnp.dtype(dtype))

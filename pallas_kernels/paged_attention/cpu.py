@@ -11,19 +11,23 @@ import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Geometry
 
 PREFERRED_BLOCK_SIZE = 16
 _MOST_HEAD_DIM, _MOST_GROUP = 256, 48  # kMostHeadDim, kMostQueries
+_FLOAT32 = jnp.dtype(jnp.float32)
 _INT8_MULTIPLE = 16  # kLanes, at most
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+def kv_shape(
+  num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype = _FLOAT32
+) -> tuple[int, ...]:
   """Returns [P, K, 2, page * H]: for each page and head the keys as [H, page], then the values as [page, H].
 
-  In a buffer of int8, head_dim is that of int8_kv.stored_size, and int8.h describes its pages.
+  A buffer of int8 has int8_kv.stored_size instead of H, and int8.h describes its pages.
   """
-  return (num_blocks, num_kv_heads, 2, block_size * head_dim)
+  return (num_blocks, num_kv_heads, 2, block_size * stored_size(head_dim, dtype))
 
 
 def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:

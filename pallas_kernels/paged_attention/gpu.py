@@ -25,7 +25,9 @@ _HEAD_DIMS = (64, 128)
 _LARGEST_GROUP = 64  # packed rows of a decode tile
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+def kv_shape(
+  num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any = None
+) -> tuple[int, ...]:  # the same in any dtype
   """Returns [P, K, 2, page, H]: for each block and KV head the keys, then the values."""
   return num_blocks, num_kv_heads, 2, block_size, head_dim
 

@@ -22,6 +22,12 @@ def stored_size(head_dim: int, dtype: jnp.dtype) -> int:
 
 def quantize(x: jax.Array) -> jax.Array:
   """Returns the lines of keys or values, [..., H] -> int8[..., H + 2]: the numbers, then the bytes of the scale."""
+  numbers, scale = quantize_apart(x)
+  return jnp.concatenate([numbers, lax.bitcast_convert_type(scale, jnp.int8)], axis=-1)
+
+
+def quantize_apart(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the numbers of keys or values [..., H], int8[..., H], and their scales, bfloat16[...]."""
   x = x.astype(jnp.float32)
   scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127.0
   bits = (lax.bitcast_convert_type(scale, jnp.uint32) + 0xFFFF) >> 16
@@ -32,7 +38,7 @@ def quantize(x: jax.Array) -> jax.Array:
   wide = scale.astype(jnp.float32)
   # By the inverse, as XLA:CPU divides by something broadcast. A scale below the normal numbers of f32 counts as 0.
   numbers = jnp.where(wide >= _LEAST_SCALE, jnp.round(x * (1.0 / wide)), 0.0).astype(jnp.int8)
-  return jnp.concatenate([numbers, lax.bitcast_convert_type(scale, jnp.int8)[..., 0, :]], axis=-1)
+  return numbers, scale[..., 0]
 
 
 def dequantize(lines: jax.Array) -> jax.Array:

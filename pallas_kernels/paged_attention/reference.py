@@ -16,22 +16,22 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
 from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
-from pallas_kernels.paged_attention.int8_kv import dequantize, quantize
+from pallas_kernels.paged_attention.int8_kv import dequantize, quantize, stored_size
 
 _CHUNK = 64  # keys a pass, rounded to whole pages
 _DECODE_GROUP = 8  # tiles of one query a group; measured like the others: docs/decisions/paged-attention.md
 _PREFILL_TILE = 32
 _PREFILL_GROUP = 1
 _FEW = 8  # most queries of a tile and KV head for which each query is a separate product with the keys
+_FLOAT32 = jnp.dtype(jnp.float32)
 _MASKED = -1e30  # below every real score; finite, so that masked - masked is 0 and not NaN
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """Returns [P, 2, K, page, H]: a page of one head is contiguous, so gathered pages need no transposition.
-
-  In a buffer of int8, head_dim is that of int8_kv.stored_size.
-  """
-  return (num_blocks, 2, num_kv_heads, block_size, head_dim)
+def kv_shape(
+  num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype = _FLOAT32
+) -> tuple[int, ...]:
+  """Returns [P, 2, K, page, int8_kv.stored_size]: gathered pages of one head need no transposition."""
+  return (num_blocks, 2, num_kv_heads, block_size, stored_size(head_dim, dtype))
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

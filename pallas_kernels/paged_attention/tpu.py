@@ -6,6 +6,12 @@ kernel never separates the key and value of a line: queries have zeros in the va
 give the output in the value lanes. This costs nothing, because the matrix unit is 128 wide.
 Lines of fp8 travel as bytes and become bfloat16 in registers, since chips before v7 multiply no fp8.
 
+A buffer of int8 is [P, page / 128, 4 * K + ceil(K / 8), 32, W], tiles of 32 lines in spans of 128 positions. Tile
+w * K + k of a span has its positions 32 * w to 32 * w + 31 of head k. The last tiles have the scales: as int32, each is
+[8 heads, 128 positions] in the first 128 lanes, with the key's bfloat16 in the lower half and the value's in the upper.
+So a span is one copy, and the scales of a head lie as its scores do. Scores take the keys' scales, and weights the
+values' (int8_kv.py).
+
 Attention is one kernel without a grid: it walks a list of query tiles that the device makes from `query_starts`. A tile
 is one query (decode) or a run of queries of one row. It walks the row's pages in chunks with an online softmax
 (arXiv:2205.14135), while copies load the next chunk and the next tile's queries and store the last tile's output.
@@ -23,11 +29,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta, name_kv_dtype
 from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
+from pallas_kernels.paged_attention.int8_kv import quantize_apart
 from pallas_kernels.paged_attention.plan import Geometry
 from pallas_kernels.paged_attention.reference import rotate
 
+_INT8, _FLOAT32 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float32)
+_SPAN = 128  # positions of an int8 buffer whose scales share a tile
+_TILE = 32  # lines of int8 in a hardware tile
+_HEADS = 8  # KV heads whose scales share a tile
+
 # Not measured: these constants have never run on a TPU.
 PREFERRED_BLOCK_SIZE = 32  # half the copies and scalar memory of 16, for devices with few heads
+PREFERRED_BLOCK_SIZES = {_INT8: _SPAN}
 _CHUNK = 256  # keys a pass
 _TILE_ROWS = 256  # (query, head of the group) pairs a tile
 _WRITE_TOKENS = 512  # new tokens in VMEM at a time
@@ -76,16 +89,29 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
 
 def check_kv_dtype(geometry: Geometry, kv_dtype: jnp.dtype) -> None:
   """See api.check_supported."""
-  if geometry.block_size % _window(kv_dtype):
+  unit = _SPAN if kv_dtype == _INT8 else _window(kv_dtype)
+  if geometry.block_size % unit:
     raise NotImplementedError(
-      f"paged attention on TPU: block_size={geometry.block_size} for {name_kv_dtype(kv_dtype)} is no multiple of "
-      f"{_window(kv_dtype)}"
+      f"paged attention on TPU: block_size={geometry.block_size} for {name_kv_dtype(kv_dtype)} is no multiple of {unit}"
     )
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """Returns [P, K, page, W]: a page is contiguous, and so is each head's part of it."""
-  return (num_blocks, num_kv_heads, block_size, _lines(head_dim)[0])
+def kv_shape(
+  num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype = _FLOAT32
+) -> tuple[int, ...]:
+  """Returns [P, K, page, W], where a page and each head's part of it are contiguous; see above for int8."""
+  width = _lines(head_dim)[0]
+  if dtype == _INT8:
+    tiles = _SPAN // _TILE * num_kv_heads + -(-num_kv_heads // _HEADS)
+    return (num_blocks, block_size // _SPAN, tiles, _TILE, width)
+  return (num_blocks, num_kv_heads, block_size, width)
+
+
+def _heads_and_page(kv: jax.Array) -> tuple[int, int]:
+  """Returns the KV heads and the tokens of a block of a buffer."""
+  if kv.dtype == _INT8:
+    return _HEADS * kv.shape[2] // (_SPAN // _TILE * _HEADS + 1), kv.shape[1] * _SPAN
+  return kv.shape[1], kv.shape[2]
 
 
 def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_mapping):
@@ -125,29 +151,26 @@ def _runs(slots: jax.Array, page: int, window: int, tokens: int) -> tuple[jax.Ar
   return begins, lasts.astype(jnp.int32) + 1 - begins, slots.at[begins].get(mode="clip"), firsts
 
 
-def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, writes):
+def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, writes, *, window: int, place: Callable):
   """Stores the runs of one block of new tokens in their windows: read, merge, write.
 
   Args:
     begins, counts, slots, firsts: see `_runs`, in SMEM.
-    new: [K, tokens, W], the block.
+    new: [K, tokens, W], the block; or its scales, int32[heads, tokens].
     kv: the buffer, in HBM.
-    windows: [ring, K, window, W].
+    windows: [ring, K, window, W]; of scales [ring, heads / 8, 32, 128] of int8.
     reads, writes: one semaphore for each window of the ring.
+    window: positions of a window.
+    place: takes the buffer and a slot; returns the window of it in the buffer.
   """
-  ring, _, window, _ = windows.shape
-  tokens, page = new.shape[1], kv.shape[2]
+  ring, tokens = windows.shape[0], new.shape[1]
   first, stop = firsts[pl.program_id(0)], firsts[pl.program_id(0) + 1]
 
-  def place(run):
-    offset = pl.multiple_of(slots[run] % page // window * window, window)
-    return kv.at[slots[run] // page, :, pl.ds(offset, window)]
-
   def read(run):
-    return pltpu.make_async_copy(place(run), windows.at[run % ring], reads.at[run % ring])
+    return pltpu.make_async_copy(place(kv, slots[run]), windows.at[run % ring], reads.at[run % ring])
 
   def write(run):
-    return pltpu.make_async_copy(windows.at[run % ring], place(run), writes.at[run % ring])
+    return pltpu.make_async_copy(windows.at[run % ring], place(kv, slots[run]), writes.at[run % ring])
 
   def merge(run, carry):
     @pl.when(run + ring // 2 < stop)
@@ -163,13 +186,17 @@ def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, wri
     token = begins[run] - pl.program_id(0) * tokens
     aligned = pl.multiple_of(jnp.minimum(token // window * window, tokens - 2 * window), window)
     offset = slots[run] % window
-    wide = jnp.int32 if new.dtype == BYTES else jnp.float32
-    pair = new[:, pl.ds(aligned, 2 * window), :].astype(wide)
+    wide = jnp.float32 if jnp.issubdtype(new.dtype, jnp.floating) else jnp.int32
+    pair = new[:, pl.ds(aligned, 2 * window)].astype(wide)
     turned = pltpu.roll(pair, (offset - (token - aligned) + 2 * window) % (2 * window), 1)[:, :window]
     position = lax.broadcasted_iota(jnp.int32, turned.shape, 1)
     mine = (position >= offset) & (position < offset + counts[run])
     old = windows[run % ring]
-    windows[run % ring] = jnp.where(mine, turned, old.astype(wide)).astype(old.dtype)
+    if new.ndim == 3:
+      windows[run % ring] = jnp.where(mine, turned, old.astype(wide)).astype(old.dtype)
+    else:
+      words = pltpu.bitcast(old.reshape(-1, old.shape[-1]), jnp.int32)
+      windows[run % ring] = pltpu.bitcast(jnp.where(mine, turned, words), old.dtype).reshape(old.shape)
     write(run).start()
     return carry
 
@@ -186,26 +213,62 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
 
   The tokens of a KV block must be consecutive positions in order; the kernel skips padding.
   """
-  _, heads, page, width = kv.shape
-  head_dim, window = k.shape[2], _window(kv.dtype)
-  tokens = min(_WRITE_TOKENS, -(-k.shape[0] // (2 * window)) * 2 * window)
-  blocks = -(-k.shape[0] // tokens)
-  new = jnp.concatenate([k, v], axis=2)
-  new = (to_fp8(new) if kv.dtype == BYTES else new.astype(kv.dtype)).transpose(1, 0, 2)
-  new = jnp.pad(new, ((0, 0), (0, blocks * tokens - k.shape[0]), (0, width - 2 * head_dim)))
+  heads, page = _heads_and_page(kv)
+  window, width = _window(kv.dtype), kv.shape[-1]
+  if kv.dtype != _INT8:
+    lines = jnp.concatenate([k, v], axis=2)
+    lines = to_fp8(lines) if kv.dtype == BYTES else lines.astype(kv.dtype)
+
+    def place(kv, slot):
+      offset = pl.multiple_of(slot % page // window * window, window)
+      return kv.at[slot // page, :, pl.ds(offset, window)]
+
+    return _write_lines(kv, lines.transpose(1, 0, 2), slot_mapping, page, window, (heads, window, width), place)
+
+  lines, scales = quantize_apart(jnp.stack([k, v], axis=2))  # [T, K, 2, H], [T, K, 2]
+  tiles = kv.shape[2] - _SPAN // _TILE * heads
+  words = jnp.pad(lax.bitcast_convert_type(scales, jnp.int32), ((0, 0), (0, tiles * _HEADS - heads)))
+
+  def place_numbers(kv, slot):
+    return kv.at[slot // page, slot % page // _SPAN, pl.ds(slot % _SPAN // window * heads, heads)]
+
+  def place_scales(kv, slot):
+    return kv.at[slot // page, slot % page // _SPAN, pl.ds(_SPAN // _TILE * heads, tiles), :, pl.ds(0, _LANES)]
+
+  lines = lines.reshape(*lines.shape[:2], -1).transpose(1, 0, 2)
+  kv = _write_lines(kv, lines, slot_mapping, page, window, (heads, window, width), place_numbers)
+  # A tile of scales has four windows of positions, so it has runs of its own: a run must own what it reads and writes.
+  return _write_lines(kv, words.T, slot_mapping, page, _SPAN, (tiles, _TILE, _LANES), place_scales)
+
+
+def _write_lines(
+  kv: jax.Array, new: jax.Array, slots: jax.Array, page: int, window: int, shape: tuple[int, ...], place: Callable
+) -> jax.Array:
+  """Stores the lines of new tokens, [K, T, up to W], or their scales, int32[heads, T].
+
+  Args:
+    page: tokens of a block.
+    window: positions of a window.
+    shape: of a window in the buffer.
+    place: see `_write_kernel`.
+  """
+  tokens = min(_WRITE_TOKENS, -(-new.shape[1] // (2 * window)) * 2 * window)
+  blocks = -(-new.shape[1] // tokens)
+  rest = [(0, shape[-1] - size) for size in new.shape[2:]]
+  new = jnp.pad(new, ((0, 0), (0, blocks * tokens - new.shape[1]), *rest))
   return pl.pallas_call(
-    _write_kernel,
+    functools.partial(_write_kernel, window=window, place=place),
     out_shape=pltpu.HBM(kv.shape, kv.dtype),  # otherwise XLA would copy a small pool to VMEM and back
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=4,
       grid=(blocks,),
       in_specs=[
-        pl.BlockSpec((heads, tokens, width), lambda block, *_: (0, block, 0)),
+        pl.BlockSpec((new.shape[0], tokens, *new.shape[2:]), lambda block, *_: (0, block, 0)[: new.ndim]),
         pl.BlockSpec(memory_space=pltpu.HBM),
       ],
       out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
       scratch_shapes=[
-        pltpu.VMEM((_RING, heads, window, width), kv.dtype),
+        pltpu.VMEM((_RING, *shape), kv.dtype),
         pltpu.SemaphoreType.DMA((_RING,)),
         pltpu.SemaphoreType.DMA((_RING,)),
       ],
@@ -213,7 +276,7 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
     input_output_aliases={5: 0},
     compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
     name="write_kv",
-  )(*_runs(slot_mapping, page, window, tokens), new, kv)
+  )(*_runs(slots, page, window, tokens), new, kv)
 
 
 class _Tile(NamedTuple):
@@ -260,6 +323,8 @@ def _attention_kernel(
   q_copied,
   out_copied,
   *,
+  heads: int,
+  page: int,
   group: int,
   keys_at: slice,
   values_at: slice,
@@ -273,15 +338,18 @@ def _attention_kernel(
     rows, begins, count: int32[I], int32[I], int32[1]: row and first token of the tiles, and their number.
     tables, lens, starts: see api.RaggedMeta; all of these are in SMEM.
     q, kv, out: in HBM: [T, N, Wq], the buffer and [T, N, Wo].
-    kv_chunks: [2, K, pages, page, W].
+    kv_chunks: [2, K, pages, page, W]; of int8 [2, spans, tiles of a span, 32, W].
     q_tiles, out_tiles: [2, tile, N, Wq], [2, tile, N, Wo].
     queries: [K, tile * G, Wq], the tile's queries by KV head.
     peaks, totals: f32[K, tile * G, 128], running maximum and sum of weights, the same in all lanes.
     accs: f32[K, tile * G, Wo], weighted values.
     kv_copied, q_copied, out_copied: two semaphores each.
+    heads, page: K, and tokens of a block.
     group, keys_at, values_at: G, and the lanes of `_lines`.
   """
-  _, heads, pages, page, width = kv_chunks.shape
+  is_int8, width = kv.dtype == _INT8, kv_chunks.shape[-1]
+  spans = page // _SPAN  # of a page of int8
+  pages = kv_chunks.shape[1] // spans if is_int8 else kv_chunks.shape[2]
   chunk, most = pages * page, q_tiles.shape[1]
   dtype = queries.dtype
   precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -294,7 +362,7 @@ def _attention_kernel(
     first_page = low // page
     last_page = pl.cdiv(stop + offset, page)
     chunks = pl.cdiv(last_page - first_page, pages)
-    return _Tile(row, begin, stop, offset, stop + offset, first_page, chunks, row_stop - starts[row] == 1)
+    return _Tile(row, begin, stop, offset, stop + offset, first_page, chunks, row_stop - starts[row] == 1)  # pyright: ignore[reportArgumentType]
 
   def kv_copies(tile: _Tile, number, slot, act: Callable) -> None:
     """Starts or awaits the pages of chunk `number` of a tile."""
@@ -302,7 +370,8 @@ def _attention_kernel(
 
     def copy(i, carry):
       source = kv.at[tables[tile.row, first + i]]
-      act(pltpu.make_async_copy(source, kv_chunks.at[slot, :, i], kv_copied.at[slot]))
+      target = kv_chunks.at[slot, pl.ds(i * spans, spans)] if is_int8 else kv_chunks.at[slot, :, i]
+      act(pltpu.make_async_copy(source, target, kv_copied.at[slot]))
       return carry
 
     lax.fori_loop(0, jnp.minimum(pl.cdiv(tile.end, page) - first, pages), copy, 0)
@@ -336,6 +405,22 @@ def _attention_kernel(
         lines = jnp.where(lax.broadcasted_iota(jnp.int32, lines.shape, 0) < left, lines, jnp.zeros_like(lines))
         kv_chunks[slot, head] = lines.reshape(pages, page, width).astype(kv.dtype)
 
+  def load_int8(slot, head: int, left) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns a head's lines of a chunk and the scales of keys and values, f32[1, chunk].
+
+    Scales past the last key become 0, because a weight of 0 times NaN is NaN. Args: left: keys of the chunk.
+    """
+    numbers, words = [], []
+    for span in range(pages * spans):
+      numbers += [kv_chunks[slot, span, window * heads + head] for window in range(_SPAN // _TILE)]
+      tile = kv_chunks[slot, span, _SPAN // _TILE * heads + head // _HEADS, :, :_LANES]
+      words.append(pltpu.bitcast(tile, jnp.int32)[head % _HEADS : head % _HEADS + 1])
+    lines = jnp.concatenate(numbers, axis=0).astype(jnp.float32).astype(dtype)
+    both = jnp.concatenate(words, axis=1)
+    both = jnp.where(lax.broadcasted_iota(jnp.int32, both.shape, 1) < left, both, jnp.zeros_like(both))
+    of_keys, of_values = both << 16, both & jnp.int32(-(1 << 16))
+    return lines, lax.bitcast_convert_type(of_keys, jnp.float32), lax.bitcast_convert_type(of_values, jnp.float32)
+
   def attend_chunk(tile: _Tile, size: int, number, slot) -> None:
     shape = (size * group, chunk)
     position = first_loaded(tile, size) + tile.offset + lax.broadcasted_iota(jnp.int32, shape, 0) // group
@@ -345,7 +430,12 @@ def _attention_kernel(
       seen &= key > position - sliding_window
     of_tile = pl.ds(0, size * group)
     for head in range(heads):
-      lines = kv_chunks[slot, head].reshape(chunk, width)
+      key_scales = value_scales = None
+      if is_int8:
+        left = tile.end - tile.first_page * page - number * chunk
+        lines, key_scales, value_scales = load_int8(slot, head, left)
+      else:
+        lines = kv_chunks[slot, head].reshape(chunk, width)
       if kv.dtype == BYTES:
         lines = from_fp8(lines).astype(dtype)
       scores = lax.dot_general(
@@ -356,6 +446,8 @@ def _attention_kernel(
         preferred_element_type=jnp.float32,
       )
       scores *= scale
+      if key_scales is not None:
+        scores *= key_scales
       if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
       scores = jnp.where(seen, scores, _MASKED)
@@ -366,6 +458,8 @@ def _attention_kernel(
       decay = jnp.exp(peak - new_peak)
       peaks[head, of_tile] = new_peak
       totals[head, of_tile] = totals[head, of_tile] * decay + weights.sum(axis=1, keepdims=True)
+      if value_scales is not None:
+        weights *= value_scales
       accs[head, of_tile] = accs[head, of_tile] * decay[:, :1] + jnp.dot(
         weights.astype(dtype), lines[:, values_at], precision=precision, preferred_element_type=jnp.float32
       )
@@ -415,7 +509,8 @@ def _attention_kernel(
         start_tile(index + 1, 1 - slot)
 
       kv_copies(tile, number, slot, lambda copy: copy.wait())
-      clear_tail(tile, number, slot)
+      if not is_int8:  # whose numbers are finite
+        clear_tail(tile, number, slot)
       by_size(tile, lambda size: attend_chunk(tile, size, number, slot))
       return carry
 
@@ -453,7 +548,8 @@ def ragged_paged_attention(
 ) -> jax.Array:
   """See reference.ragged_paged_attention."""
   num_tokens, num_heads, head_dim = q.shape
-  _, heads, page, width = kv.shape
+  heads, page = _heads_and_page(kv)
+  width = kv.shape[-1]
   group = num_heads // heads
   _, keys_at, values_at = _lines(head_dim)
   lanes = keys_at.stop - keys_at.start  # of a query and of an output
@@ -462,7 +558,9 @@ def ragged_paged_attention(
   tile = (size, num_heads, lanes)
   rows_of_tile = (heads, size * group)
   scratch = [
-    pltpu.VMEM((2, heads, pages, page, width), kv.dtype),
+    pltpu.VMEM(
+      (2, *((pages * kv.shape[1], *kv.shape[2:]) if kv.dtype == _INT8 else (heads, pages, page, width))), kv.dtype
+    ),
     pltpu.VMEM((2, *tile), q.dtype),
     pltpu.VMEM((2, *tile), q.dtype),
     pltpu.VMEM((*rows_of_tile, lanes), q.dtype),
@@ -474,6 +572,8 @@ def ragged_paged_attention(
   out = pl.pallas_call(
     functools.partial(
       _attention_kernel,
+      heads=heads,
+      page=page,
       group=group,
       keys_at=keys_at,
       values_at=values_at,

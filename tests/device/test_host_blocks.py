@@ -62,10 +62,10 @@ class Talks:
     for event in events:
       self.served[event.request_id].add(event)
 
-  def start(self, prompt: list[int], **fields) -> str:
+  def start(self, prompt: list[int], max_tokens: int = 6, **fields) -> str:
     request_id = str(len(self.served))
     self.served[request_id] = Served()
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     self.engine.submit(Request(request_id, prompt, params, **fields))
     return request_id
 
@@ -79,9 +79,9 @@ class Talks:
       assert time.monotonic() < deadline, "no end in sight"
     assert self.engine._scheduler.pool.num_used == 0
 
-  def ask(self, prompt: list[int], **fields) -> list[int]:
+  def ask(self, prompt: list[int], max_tokens: int = 6, **fields) -> list[int]:
     """The tokens of a request alone."""
-    request_id = self.start(prompt, **fields)
+    request_id = self.start(prompt, max_tokens, **fields)
     self.finish()
     return self.served[request_id].tokens
 

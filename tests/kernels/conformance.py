@@ -17,7 +17,6 @@ import pytest
 
 from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
-from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Plan
 
 _POOL = 140  # blocks of a batch that shares an executable with others
@@ -84,7 +83,7 @@ def jitted(function: Callable) -> Callable:
 def empty_buffer(implementation: ModuleType, spec: ArgSpec, num_blocks: int) -> np.ndarray:
   """A buffer of NaN, which all bits make in fp8 and in the scales of int8."""
   dtype = jnp.dtype(spec.stored_dtype)
-  shape = implementation.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, stored_size(spec.head_dim, dtype))
+  shape = implementation.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
   return np.full(shape, {"int8": -1, "uint8": 255}.get(dtype.name, np.nan), dtype)
 
 

@@ -17,6 +17,7 @@ from pallas_kernels import native
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.fp8_kv import BYTES
 from tests.device.serving import serve
+from tests.device.test_host_blocks import Talks
 from tests.device.tiny_model import TINY, make_runner, random_params
 from tests.kernels.test_gpu import one_sm, short_splits
 
@@ -85,14 +86,48 @@ def test_cpu(model: ModelConfig, dtype) -> None:
   assert tokens("cpu", model, dtype) == expected(model, dtype)
 
 
-@each_kv
+@pytest.mark.parametrize(
+  "kv_dtype",
+  [None, *(pytest.param(dtype, marks=pytest.mark.kernels) for dtype in (BYTES, jnp.dtype(jnp.int8)))],
+  ids=["kv", "fp8_kv", "int8_kv"],
+)
 @each_model
 @pytest.mark.usefixtures("quick_compilation")
 def test_tpu(model: ModelConfig, kv_dtype) -> None:
   wanted = expected(model, kv_dtype=kv_dtype)
   pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
   try:
-    assert tokens("tpu", model, kv_dtype=kv_dtype, block_size=32) == wanted
+    block_size = 128 if kv_dtype == jnp.int8 else 32
+    assert tokens("tpu", model, kv_dtype=kv_dtype, block_size=block_size) == wanted
+  finally:
+    pltpu.set_tpu_interpret_mode(None)
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("quick_compilation")
+def test_int8_blocks_of_a_tpu_are_shared_and_come_back_from_the_host() -> None:
+  """A prompt's first block serves the next request from the pool, and after its eviction from the host."""
+  prompts = [[(7 * number + 3 * place) % 90 + 2 for place in range(131)] for number in range(2)]
+  pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
+  try:
+    runner = make_runner(
+      MODEL,
+      kv_dtype=jnp.dtype(jnp.int8),
+      num_blocks=2,
+      block_size=128,
+      token_budgets=(136,),
+      max_num_seqs=1,
+      max_model_len=256,
+      attention="tpu",
+      model=random_params(MODEL, jnp.float32),
+      num_host_blocks=4,
+    )
+    settings = {"block_size": 128, "max_num_seqs": 1, "max_model_len": 256, "num_blocks": 2, "prefill_chunk": 136}
+    talks = Talks(runner, num_host_blocks=4, **settings)
+    first, second = (talks.ask(prompt, 3) for prompt in prompts)
+    assert talks.ask(prompts[1], 3) == second and talks.engine.stats().num_cached_tokens == 128
+    assert talks.ask(prompts[0], 3) == first and talks.counts.num_loaded == 1 and not talks.counts.num_failed
   finally:
     pltpu.set_tpu_interpret_mode(None)
     pltpu.reset_tpu_interpret_mode_state()

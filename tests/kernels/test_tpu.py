@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api, arg_specs, tpu
+from pallas_kernels.paged_attention import api, arg_specs, int8_kv, tpu
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.fp8_kv import BYTES, to_fp8
 from tests.kernels import conformance
@@ -34,11 +34,30 @@ def simulated(quick_compilation: None) -> Iterator[None]:
 
 def scattered(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
   """What `write_kv` must do, in plain jnp; the simulator takes a second for a thousand tokens."""
+  if kv.dtype == jnp.int8:
+    return scattered_int8(kv, k, v, slots)
   page, width = kv.shape[2:]
   lines = jnp.concatenate([k, v], axis=2)
   lines = jnp.pad(lines, ((0, 0), (0, 0), (0, width - lines.shape[2])))
   lines = to_fp8(lines) if kv.dtype == BYTES else lines.astype(kv.dtype)
   return kv.at[slots // page, :, slots % page].set(lines)
+
+
+def scattered_int8(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+  """The same for int8: each position of a head has its numbers in a line, and four bytes of scales behind the heads."""
+  spans, heads, size = kv.shape[1], k.shape[1], k.shape[2]
+  block, span, place = slots // (spans * 128), slots // 128 % spans, slots % 128
+  kv = kv.at[block, span, 4 * heads :, :, place].set(0)  # the scales of heads that do not exist, too
+  for head in range(heads):
+    key, value = (int8_kv.quantize(x[:, head]) for x in (k, v))  # [T, H + 2]
+    tile = place // 32 * heads + head
+    line = jnp.concatenate([key[:, :size], value[:, :size]], axis=1)
+    line = jnp.pad(line, ((0, 0), (0, kv.shape[4] - line.shape[1])))
+    kv = kv.at[block, span, tile, place % 32].set(line)
+    scales = jnp.concatenate([key[:, size:], value[:, size:]], axis=1)  # [T, 4]
+    for byte in range(4):
+      kv = kv.at[block, span, 4 * heads + head // 8, head % 8 * 4 + byte, place].set(scales[:, byte])
+  return kv
 
 
 def with_write(module: types.ModuleType, write: Callable) -> types.ModuleType:
@@ -66,7 +85,8 @@ def check(module: types.ModuleType, spec: ArgSpec, call: Callable | None = None)
 def check_write(module: types.ModuleType, spec: ArgSpec, padding: int = 5) -> None:
   """Compares `write_kv` with `scattered`, bit for bit, over a buffer that held something before; block 0 is free."""
   arguments, rng = arg_specs.make_arguments(spec), np.random.default_rng(1)
-  shape = tpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+  dtype = jnp.dtype(spec.stored_dtype)
+  shape = tpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
   kv = conformance.put(conformance.stored(rng.standard_normal(shape, np.float32), spec.stored_dtype))
   slots = np.concatenate([arguments.slots(row, spec.block_size) for row in range(len(spec.rows))])
   # As in a step: of each row the last positions only, then padding, which is NaN.
@@ -144,11 +164,35 @@ class TestFp8KV(TestTpu):
   test_write_is_in_place_when_donated = None
 
 
+@pytest.mark.long  # as above
+class TestInt8KV(TestTpu):
+  """In blocks of 128, a span that shares tiles of scales."""
+
+  kv_dtype = "int8"
+  block_size = 128
+  num_random = 2
+
+  @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
+  def test_equals_dense_attention(self, spec: ArgSpec) -> None:
+    spec = dataclasses.replace(spec, block_size=128, table_width=max(3, spec.table_width // 8), kv_dtype="int8")
+    api.check_supported("tpu", spec.geometry, spec.dtype, spec.kv_dtype)
+    spec = conformance.with_spare_blocks(spec) if spec.name in conformance.WITH_SPARE_BLOCKS else spec
+    check(self.implementation, spec, conformance.program(self.implementation, spec))
+
+  test_write_is_in_place_when_donated = None
+
+
 _ROWS = ((1, 30), (40, 90), (1, 64), (3, 20), (1, 17), (2, 2))
 WRITE = ArgSpec("write", (*_ROWS, *((1, 16 + i) for i in range(20)), (40, 40)), 128, 32)
 
 ATTENTION = ArgSpec("bugs", _ROWS, 50, 6, table_width=6, num_heads=3, num_kv_heads=1, sliding_window=70, soft_cap=5.0)
 ATTENTION_FP8 = dataclasses.replace(ATTENTION, block_size=32, table_width=3, dtype="bfloat16", kv_dtype="uint8")
+
+
+_INT8_ROWS = ((1, 30), (40, 300), (1, 258), (3, 20), (1, 129), (2, 2))
+ATTENTION_INT8 = dataclasses.replace(ATTENTION, rows=_INT8_ROWS, block_size=128, table_width=3, num_heads=9,
+                                     num_kv_heads=9, sliding_window=200, kv_dtype="int8")  # fmt: skip
+WRITE_INT8 = ArgSpec("int8", ((200, 300), (1, 40), (9, 260)), 210, 3, 256, 2, 9, 9, kv_dtype="int8")
 
 
 class TestWrite:
@@ -158,10 +202,12 @@ class TestWrite:
       WRITE,
       dataclasses.replace(WRITE, dtype="bfloat16", block_size=32),
       dataclasses.replace(WRITE, dtype="bfloat16", block_size=32, kv_dtype="uint8"),
+      dataclasses.replace(WRITE, block_size=128, kv_dtype="int8"),
+      dataclasses.replace(WRITE_INT8, dtype="bfloat16"),
       ArgSpec("more_than_fits_at_once", ((1100, 1100), (1, 40)), 1101, 2, table_width=90, num_kv_heads=1),
       ArgSpec("head_128", ((1, 9), (20, 20)), 21, 2, head_dim=128, block_size=8),
     ],
-    ids=["f32", "bf16", "fp8", "more_than_fits_at_once", "head_128"],
+    ids=["f32", "bf16", "fp8", "int8", "int8_two_spans", "more_than_fits_at_once", "head_128"],
   )
   def test_equals_a_scatter(self, spec: ArgSpec) -> None:
     check_write(tpu, spec)
@@ -174,6 +220,7 @@ class TestSupport:
       ({}, "float16", "dtype float16"),
       ({"block_size": 8}, "bfloat16", "block_size=8"),
       ({"block_size": 16, "kv_dtype": "uint8"}, "bfloat16", "block_size=16 for fp8 is no multiple of 32"),
+      ({"block_size": 64, "kv_dtype": "int8"}, "float32", "block_size=64 for int8 is no multiple of 128"),
       ({"num_heads": 514}, "bfloat16", "257 query heads"),
       ({"num_rows": 256, "table_width": 2048}, "bfloat16", "256 block tables of 2048"),
     ],
@@ -216,6 +263,30 @@ ATTENTION_BUGS = (
 )
 
 
+INT8_BUGS = (
+  Bug(
+    "scales of keys and values change places",
+    "of_keys, of_values = both << 16, both &",
+    "of_values, of_keys = both << 16, both &",
+  ),
+  Bug("all heads have the first one's scales", "[head % _HEADS : head % _HEADS + 1]", "[:1]"),
+  Bug("the ninth head has scales of the first", "* heads + head // _HEADS, :, :_LANES]", "* heads, :, :_LANES]"),
+  Bug("scales past the end are not cleared", "1) < left, both, jnp", "1) < chunk, both, jnp"),
+  Bug("values are not scaled", "        weights *= value_scales\n", "        pass\n"),
+  Bug(
+    "scales weigh the sum of weights, too",
+    "weights.sum(axis=1, keepdims=True)\n      if",
+    "(weights * (1 if value_scales is None else value_scales)).sum(axis=1, keepdims=True)\n      if",
+  ),
+)
+WRITE_INT8_BUGS = (
+  Bug(
+    "scales have runs of a window of numbers", "_runs(slots, page, window, tokens)", "_runs(slots, page, 32, tokens)"
+  ),
+  Bug("scales of the second span go to the first", "_SPAN, pl.ds(_SPAN // _TILE", "_SPAN * 0, pl.ds(_SPAN // _TILE"),
+)
+
+
 FP8_BUGS = (Bug("bytes are taken for numbers", "lines = from_fp8(lines)", "lines = lines.astype(jnp.float32)"),)
 
 
@@ -243,8 +314,14 @@ def races_of(bug: Bug, run: Callable, spec: ArgSpec) -> bool:
 
 @pytest.mark.parametrize(
   ("run", "spec"),
-  [(check_write, WRITE), (check, ATTENTION), (check, ATTENTION_FP8)],
-  ids=["write", "attention", "attention-fp8"],
+  [
+    (check_write, WRITE),
+    (check_write, WRITE_INT8),
+    (check, ATTENTION),
+    (check, ATTENTION_FP8),
+    (check, ATTENTION_INT8),
+  ],
+  ids=["write", "write-int8", "attention", "attention-fp8", "attention-int8"],
 )
 def test_no_race(run: Callable, spec: ArgSpec) -> None:
   """And small tiles and chunks give what large ones do."""
@@ -255,7 +332,9 @@ def test_no_race(run: Callable, spec: ArgSpec) -> None:
   ("bug", "run", "spec"),
   [(bug, check_write, WRITE) for bug in WRITE_BUGS]
   + [(bug, check, ATTENTION) for bug in ATTENTION_BUGS]
-  + [(bug, check, ATTENTION_FP8) for bug in FP8_BUGS],
+  + [(bug, check, ATTENTION_FP8) for bug in FP8_BUGS]
+  + [(bug, check, ATTENTION_INT8) for bug in INT8_BUGS]
+  + [(bug, check_write, WRITE_INT8) for bug in WRITE_INT8_BUGS],
   ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Bug) else "",
 )
 def test_seeded_bug_is_caught(bug: Bug, run: Callable, spec: ArgSpec) -> None:

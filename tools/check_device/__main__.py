@@ -26,7 +26,7 @@ from tools.check_device import facts, judge
 from tools.check_device.targets import TARGETS, environment
 
 _QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "int4")
-_KV_DTYPES = ("auto", "fp8")
+_KV_DTYPES = ("auto", "int8", "fp8")
 _BUDGETS = "8,16,32,64,128,256,512"
 
 
@@ -57,6 +57,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", kv_dtype="fp8"),
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e", "tiny", "64", kv_dtype="fp8"),
+  TargetCase("v5e", "tiny", "64", kv_dtype="int8"),
   TargetCase("v5e", "tiny", "8,64", drafts=True),
   TargetCase("v6e", "tiny", "8,64", drafts=True),
   TargetCase("v5e", "tiny", "64", quantization="int4"),
@@ -77,6 +78,8 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),
   TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="fp8"),
+  TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="int8"),
+  TargetCase("v5e-4", "llama3-8b", "64", kv_dtype="int8"),
   TargetCase("v6e", "qwen3-0.6b", "8,64,512", drafts=True),
   TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int8"),
   TargetCase("v6e", "llama3-8b", "8,64,512", quantization="w8a8"),

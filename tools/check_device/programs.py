@@ -97,8 +97,8 @@ def make_spec(
   layers = case.model.layer_attention[:num_layers]
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
   mesh = mesh_lib.make_mesh(devices)
-  block_size = api.preferred_block_size(attention)
   stored = api.EIGHT_BIT_KV.get(kv_dtype, DTYPE)
+  block_size = api.preferred_block_size(attention, stored)
   axis = mesh_lib.AXIS if len(devices) > 1 else ""
   form = WeightForm(
     matrix=matrix_form(quantization, devices[0].platform),
