@@ -25,7 +25,7 @@ CLIENTS_OPENAI2_VENV := .venv-clients-openai2
 CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server router test test-kernels test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet host-losses soak gpu clean setup-device setup-audit setup-ray
+.PHONY: help setup wheel demo server router test test-kernels test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet host-losses soak gpu tpu clean setup-device setup-audit setup-ray
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -112,6 +112,10 @@ soak: $(READY)
 ## make gpu       check, time and tune the attention kernels on a Hopper GPU; ARGS=--only=decode and others: the engine (PYTHON=, ARGS=)
 gpu:
 	@$(PYTHON) -m tools.gpu $(ARGS)
+
+## make tpu       check and time the attention kernels on a TPU (ARGS="--only=smoke --out=DIR")
+tpu: $(READY)
+	@$(PY) -m tools.tpu $(ARGS)
 
 ## make bench-cloud  test answers and kernels and measure engine, server and peers on a rented GPU or TPU; writes one JSON file and one page (ARGS="--model=DIR", ARGS=--dry_run)
 bench-cloud: $(READY)

@@ -47,7 +47,6 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import re
@@ -59,24 +58,13 @@ from typing import Any
 
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.gpu import engine, sweep
-from tools.gpu.device_run import DeviceRun, describe_card, finish, open_run
+from tools.gpu.device_run import SMOKE_PATIENCE_S, SMOKE_SHARE, DeviceRun, describe_card, finish, open_run, share_out
 from tools.gpu.protocol import Job
 from tools.measure import ROOT, commit
 
 STAGES = ("smoke", "ceilings", "check", "time", "profile", "peers", "step", "sweep")
-_PARTS = {
-  "smoke": 2,
-  "ceilings": 4,
-  "check": 6,
-  "time": 4,
-  "profile": 1,
-  "peers": 2,
-  "step": 2,
-  "sweep": 1,
-}  # share of the time
-_SMOKE_SHARE = 0.6  # of the time, if kernels hang: nothing else is worth as much
-# Seconds without a sign of life after which a job of the smoke stage hangs; interpreted kernels are slow.
-_SMOKE_PATIENCE_S = {"device": 20.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
+# Shares of the time.
+_PARTS = {"smoke": 2, "ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
 
 _DECODED = (
@@ -122,20 +110,12 @@ def _checks() -> list[Job]:
   return found
 
 
-def ends(stages: Sequence[str]) -> dict[str, float]:
-  """Returns the share of the time after which each stage starts no further jobs; earlier stages leave the rest."""
-  chosen = [stage for stage in STAGES if stage in stages]
-  reached = itertools.accumulate(_PARTS[stage] for stage in chosen)
-  whole = sum(_PARTS[stage] for stage in chosen)
-  return {stage: part / whole for stage, part in zip(chosen, reached, strict=True)}
-
-
 def jobs_of(stage: str) -> list[Job]:
   """Returns a stage's jobs; the sweep's follow from its results."""
   if stage == "smoke":
     from tools.gpu.smoke import smoke_jobs
 
-    return smoke_jobs("gpu")
+    return smoke_jobs()
   if stage == "ceilings":
     ways = ("rows", "all", "sum")
     read: list[Job] = [{"kind": "ceiling", "what": "read", "way": way} for way in ways]
@@ -277,12 +257,12 @@ def compile_engine(stages: Sequence[str], out: pathlib.Path) -> int:
 
 def run_stages(run: DeviceRun, stages: Sequence[str]) -> None:
   """Runs the stages of the kernels; writes tuning.json if there is a sweep."""
-  for stage in STAGES:
-    if stage not in stages or (stage in ("profile", "peers") and run.mode != "device"):
+  chosen = [stage for stage in STAGES if stage in stages]
+  for stage, share in share_out({stage: _PARTS[stage] for stage in chosen}).items():
+    if stage in ("profile", "peers") and run.mode != "device":
       continue
-    share = ends(stages)[stage]
     if stage == "smoke":
-      records = run.do_twice(jobs_of(stage), max(share, _SMOKE_SHARE), _SMOKE_PATIENCE_S[run.mode])
+      records = run.do_twice(jobs_of(stage), max(share, SMOKE_SHARE), SMOKE_PATIENCE_S[run.mode])
     else:
       records = run.do(jobs_of(stage), share)
     with contextlib.closing(records):

@@ -4,10 +4,11 @@ After every job results.jsonl has its record, and table.txt and meta.json the st
 cut off leaves all that it found. Knows no kernel.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -25,6 +26,9 @@ from tools.measure import commit
 
 _BATCH = 8  # jobs that compile concurrently
 _PATIENCE_S = {"device": 90.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
+SMOKE_SHARE = 0.6  # of the time, if kernels hang: nothing else is worth as much
+# Seconds without a sign of life after which a job of the smoke stage hangs; interpreted kernels are slow.
+SMOKE_PATIENCE_S = {"device": 20.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
 _MOST_EXAMINED = 4  # jobs to which the debugger is attached
 
 
@@ -41,6 +45,12 @@ def describe_card() -> str:
   return (done.stdout or done.stderr).strip()
 
 
+def share_out(parts: Mapping[str, float]) -> dict[str, float]:
+  """Returns the share of the time after which each stage starts no further jobs; earlier stages leave the rest."""
+  whole = sum(parts.values())
+  return {stage: part / whole for stage, part in zip(parts, itertools.accumulate(parts.values()), strict=True)}
+
+
 @dataclasses.dataclass
 class DeviceRun:
   """One run: its time, its workers and its files.
@@ -51,7 +61,7 @@ class DeviceRun:
     mode: "device", "interpret", "emulate" or "compile".
     seconds: limit for all of it, from `started` (time.monotonic()) on.
     match: leaves out jobs whose description does not contain it.
-    worker_module: the worker's side.
+    worker_words: module and arguments of the worker's side; (): tools.gpu.worker in this mode.
     records: of the jobs so far.
     meta: facts for the table's head and meta.json.
     notes: further lines of the table.
@@ -63,7 +73,7 @@ class DeviceRun:
   mode: str
   seconds: float
   match: re.Pattern[str] = re.compile("")
-  worker_module: str = "tools.gpu.worker"
+  worker_words: tuple[str, ...] = ()
   started: float = dataclasses.field(default_factory=time.monotonic)
   records: list[Record] = dataclasses.field(default_factory=list)
   losses: Losses = dataclasses.field(default_factory=Losses)
@@ -76,7 +86,7 @@ class DeviceRun:
     elif environment.get("JAX_PLATFORMS") and "cpu" not in environment["JAX_PLATFORMS"]:
       environment["JAX_PLATFORMS"] += ",cpu"  # operands of the smoke stage
     python, patience = sys.executable, _PATIENCE_S[self.mode]
-    worker_command = [python, "-m", self.worker_module, self.mode]
+    worker_command = [python, "-m", *(self.worker_words or ("tools.gpu.worker", self.mode))]
     examine = self._examine if self.mode == "device" else None
     self.worker = protocol.Worker(worker_command, environment, self.log, patience, examine)
     self.peer = protocol.Worker([python, "-m", "tools.gpu.torch_peer"], environment, self.log, patience)

@@ -93,7 +93,7 @@ class Setting:
   ) -> Prepared:
     """Lowers here, compiles in any thread; `run` gets the executable. If nothing can run, `run` is left out."""
     lowered = jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*self.abstract(arguments))
-    options = _SERIAL if serial and not self.tiny else None
+    options = _SERIAL if serial and not self.tiny and self.device.platform != "tpu" else None
 
     def compile_it():
       compiled = lowered.compile(options)
@@ -271,7 +271,7 @@ def nan_like(like: jax.ShapeDtypeStruct) -> jax.Array:
   return jnp.full(like.shape, jnp.nan, like.dtype)
 
 
-def _host_queries(case: KernelCase, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
+def host_queries(case: KernelCase, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
   """Returns f32[n, N, H]: the rotated queries of `tokens`, rounded to bf16."""
   spec = case.spec
   projected = cases.tokens_of(case.qkv(copy), tokens)[:, :, :-2]
@@ -305,7 +305,7 @@ def compare_write(
   Returns:
     The queries that the kernel made, f32[n, N, H].
   """
-  made, right = cases.tokens_of(queries_by_token(case.spec, packed), tokens), _host_queries(case, tokens)
+  made, right = cases.tokens_of(queries_by_token(case.spec, packed), tokens), host_queries(case, tokens)
   comparisons.add("query_error", lambda: cases.compare("rotated queries", made, right, tokens))
   compare_pool(comparisons, case, after, tokens)
   return made
@@ -365,7 +365,7 @@ def _check(job: Job, setting: Setting) -> Prepared:
       made_queries = compare_write(comparisons, case, queries[0], after, tokens)
     else:
       compare_pool(comparisons, case, after, tokens)
-      made_queries = _host_queries(case, tokens)
+      made_queries = host_queries(case, tokens)
     # Of the numbers that the write made: wrong ones are its own error, and not that of attention.
     expected = case.attention(after, made_queries, tokens)
     comparisons.add("error", lambda: cases.compare("attention", cases.tokens_of(out, tokens), expected, tokens))
@@ -382,7 +382,7 @@ def _check(job: Job, setting: Setting) -> Prepared:
   return setting.prepared(program, arguments, run, donate=(0, 1), serial=False)
 
 
-def _number_of_calls(op: str, spec: ArgSpec, tiny: bool) -> int:
+def number_of_calls(op: str, spec: ArgSpec, tiny: bool) -> int:
   """Returns the number of calls in a program: enough for its length, and for inputs larger than a cache."""
   if tiny:
     return 2
@@ -397,7 +397,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
     return _dense(job, setting)
   kernels, op = _kernels(job, setting), job["op"]
   spec = kernels.spec
-  times = _number_of_calls(op, spec, setting.tiny)
+  times = number_of_calls(op, spec, setting.tiny)
   copies = min(times, max(2, _MOST_POOL_BYTES // max(1, KernelCase(spec).nbytes)))
   case, last = KernelCase(spec, copies, seed=1), (times - 1) % copies
   result = kernels.queries if op == "write" else kernels.output
@@ -462,12 +462,12 @@ def _spot_check(op: str, kernels: Kernels, case: KernelCase, kv: jax.Array, resu
   tokens = np.unique(tokens[np.linspace(0, len(tokens) - 1, 24).astype(int)])
   if op == "write":
     found = cases.tokens_of(queries_by_token(spec, result), tokens)
-    comparisons, expected = Comparisons(), _host_queries(case, tokens, copy)
+    comparisons, expected = Comparisons(), host_queries(case, tokens, copy)
     comparisons.add("query_error", lambda: cases.compare("rotated queries", found, expected, tokens))
     _compare_written(comparisons, case, kv, tokens, copy)
     return comparisons.finish().get("value_error", 0.0)
   if op == "attend":
-    queries = _host_queries(case, tokens, copy)
+    queries = host_queries(case, tokens, copy)
   else:
     queries = cases.tokens_of(queries_by_token(spec, case.packed_queries(copy)), tokens)
   expected = case.attention(kv, queries, tokens, copy)

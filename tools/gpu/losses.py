@@ -14,7 +14,7 @@ from tools.gpu.protocol import Record
 
 SKIPPED = "skipped: "
 _MOST = 2
-_LAYER = ("write", "prefill", "decode", "decode parts")
+_LAYERS = {"gpu": ("write", "prefill", "decode", "decode parts"), "tpu": ("write", "attention")}
 _HEAD_DIMS = {spec.name: spec.head_dim for spec in (*arg_specs.CONFORMANCE, *arg_specs.GPU_BENCHMARK)}
 
 
@@ -23,15 +23,17 @@ def name_kernels(job: Mapping[str, Any]) -> frozenset[str]:
   kind, op = job["kind"], job.get("op", "")
   size = job.get("head_dim") or _HEAD_DIMS.get(job.get("spec", ""), 128)
   implementation = job.get("implementation", "gpu")
-  layer = frozenset(f"{implementation} {name} {size}" for name in _LAYER)
-  if kind in ("step", "deterministic") or op == "parts" or (op == "attend" and implementation == "gpu"):
-    found = layer
-  elif op == "attend":
-    found = frozenset({f"{implementation} attend {size}"})
-  elif op == "decode" and kind != "smoke":  # it splits rows
-    found = frozenset({f"gpu decode {size}", f"gpu decode parts {size}"})
-  elif op in _LAYER:
-    found = frozenset({f"gpu {op} {size}"})
+  names = _LAYERS.get(implementation, ("attend",))
+  if op == "decode" and kind != "smoke" and implementation == "gpu":
+    used = ("decode", "decode parts")
+  elif op in ("decode", "prefill") and implementation == "tpu":
+    used = ("attention",)
+  elif kind in ("step", "deterministic") or op in ("parts", "attend"):
+    used = names
+  else:
+    used = (op,)
+  if set(used) <= set(names):
+    found = frozenset(f"{implementation} {name} {size}" for name in used)
   else:
     found = frozenset({" ".join(str(value) for value in job.values())})
   if job.get("kv_dtype"):

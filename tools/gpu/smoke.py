@@ -27,7 +27,7 @@ import numpy as np
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
-from pallas_kernels.paged_attention.int8_kv import dequantize, quantize, stored_size
+from pallas_kernels.paged_attention.int8_kv import dequantize, quantize
 from tools.gpu import cases, jobs
 from tools.gpu.cases import Comparisons, KernelCase, Wrong
 from tools.gpu.protocol import Job, Prepared
@@ -70,7 +70,8 @@ def prepare(job: Job, setting: jobs.Setting) -> Prepared:
   if op == "attend":
     return _attend(job, setting)
   if op == "add":
-    return _add(setting)
+    x = np.arange(1024, dtype=np.float32)
+    return prepare_equal(setting, lambda x: x + 1, (x,), x + 1, "x + 1")
   if setting.mode == "device":
     api.check_gpu_capability(setting.device.compute_capability)
   if op.startswith("tma"):
@@ -85,26 +86,38 @@ def on_host():
     yield
 
 
-def _put(setting: jobs.Setting, *arrays: Any) -> tuple[jax.Array, ...]:
+def put_arrays(setting: jobs.Setting, *arrays: Any) -> tuple[jax.Array, ...]:
   """Returns arrays on the device, copied from the host; runs no program there."""
   return tuple(jax.device_put(np.asarray(array), setting.device) for array in arrays)
 
 
-def _prepared(setting: jobs.Setting, program: Callable, arguments: tuple, run: Callable, donate: tuple[int, ...] = ()):
-  """As Setting.prepared, with `run` on the host."""
+def prepare_on_host(
+  setting: jobs.Setting, program: Callable, operands: tuple[Any, ...], run: Callable, donate: tuple[int, ...] = ()
+) -> Prepared:
+  """As Setting.prepared for a program of these operands, with `run` on the host."""
 
   def run_on_host(compiled):
     with on_host():
       return run(compiled)
 
+  arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
   return setting.prepared(program, arguments, run_on_host, donate=donate, serial=False)
 
 
-def _like(array: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(array.shape, array.dtype)
+def prepare_equal(
+  setting: jobs.Setting, program: Callable, operands: tuple[Any, ...], expected: np.ndarray, what: str
+) -> Prepared:
+  """A program that must return the bits of `expected`."""
+
+  def run(compiled):
+    comparisons, found = Comparisons(), compiled(*put_arrays(setting, *operands))
+    comparisons.add("error", lambda: compare_bits(what, found, expected))
+    return comparisons.finish()
+
+  return prepare_on_host(setting, program, operands, run)
 
 
-def _compare_bits(what: str, found: Any, expected: np.ndarray) -> float:
+def compare_bits(what: str, found: Any, expected: np.ndarray) -> float:
   """Returns 0; raises Wrong with the first place where the bits differ."""
   bits = [np.ascontiguousarray(np.asarray(x)).view(np.uint8) for x in (found, expected)]
   different = np.flatnonzero((bits[0] != bits[1]).reshape(expected.size, -1).any(1))
@@ -115,17 +128,6 @@ def _compare_bits(what: str, found: Any, expected: np.ndarray) -> float:
       f"{np.asarray(found)[at]} and not {expected[at]}"
     )
   return 0.0
-
-
-def _add(setting: jobs.Setting) -> Prepared:
-  x = np.arange(1024, dtype=np.float32)
-
-  def run(compiled):
-    comparisons, found = Comparisons(), compiled(*_put(setting, x))
-    comparisons.add("error", lambda: _compare_bits("x + 1", found, x + 1))
-    return comparisons.finish()
-
-  return _prepared(setting, lambda x: x + 1, (_like(x),), run)
 
 
 def _copy(op: str, setting: jobs.Setting) -> Prepared:
@@ -151,12 +153,7 @@ def _copy(op: str, setting: jobs.Setting) -> Prepared:
       interpret=setting.interpret,
     )(x)
 
-  def run(compiled):
-    comparisons, found = Comparisons(), compiled(*_put(setting, x))
-    comparisons.add("error", lambda: _compare_bits("copied numbers", found, x))
-    return comparisons.finish()
-
-  return _prepared(setting, program, (_like(x),), run)
+  return prepare_equal(setting, program, (x,), x, "copied numbers")
 
 
 def _kernel(job: Job, setting: jobs.Setting) -> Prepared:
@@ -182,19 +179,19 @@ def _kernel(job: Job, setting: jobs.Setting) -> Prepared:
     return kernels.decode(q, kv, tables, lens, starts, work, donated)
 
   def run(compiled):
-    found = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), compiled(*_put(setting, *operands)))
+    found = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), compiled(*put_arrays(setting, *operands)))
     comparisons = Comparisons()
     if op == "write":
       queries, after = found
       jobs.compare_write(comparisons, case, queries, after, np.arange(int(case.query_starts[-1])))
     else:
       _compare_attention(comparisons, op, kernels, case, operands, found)
-    again = compiled(*_put(setting, *operands))
+    again = compiled(*put_arrays(setting, *operands))
     for first, second in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
-      comparisons.add("again", lambda a=first, b=second: _compare_bits("the same call again", b, np.asarray(a)))
+      comparisons.add("again", lambda a=first, b=second: compare_bits("the same call again", b, np.asarray(a)))
     return comparisons.finish()
 
-  return _prepared(setting, program, tuple(map(_like, operands)), run, donate=(0,))
+  return prepare_on_host(setting, program, operands, run, donate=(0,))
 
 
 def _compare_attention(
@@ -237,25 +234,26 @@ def _compare_loosely(what: str, found: np.ndarray, expected: np.ndarray) -> floa
 def _attend(job: Job, setting: jobs.Setting) -> Prepared:
   """Two steps of a layer. Only the implementation itself writes the pool, so that its layout does not matter."""
   name = job["implementation"]
-  module = api.implementation(name)
+  module, dtype = api.implementation(name), jnp.dtype(job["kv_dtype"] or jnp.bfloat16)
   spec = ArgSpec(
     "smoke",
     _NEXT,
     num_tokens=160,
     num_rows=5,
-    block_size=max(16, api.preferred_block_size(name)),
+    block_size=128 if dtype == np.int8 else max(16, api.preferred_block_size(name)),
     table_width=8,
     num_heads=8,
     num_kv_heads=2,
     head_dim=job["head_dim"],
     dtype="bfloat16",
   )
-  dtype = jnp.dtype(job["kv_dtype"] or spec.dtype)
   if name == "gpu" and setting.mode == "device":
     api.check_gpu_capability(setting.device.compute_capability)
   api.check_supported(name, spec.geometry, jnp.bfloat16, dtype)
   attention = api.PagedAttention(name, spec.geometry, spec.scale, None, setting.device.device_kind)
-  options = {"interpret": setting.interpret} if "interpret" in inspect.signature(module.attend).parameters else {}
+  options = {}
+  if setting.mode == "interpret" and "interpret" in inspect.signature(module.attend).parameters:
+    options["interpret"] = setting.interpret if name == "gpu" else True
 
   def program(kv, qkv, cos, sin, tables, lens, starts, slots, *plan):
     meta = attention.meta(tables, lens, starts, *plan)
@@ -265,14 +263,14 @@ def _attend(job: Job, setting: jobs.Setting) -> Prepared:
     steps = [KernelCase(dataclasses.replace(spec, rows=rows), seed=0) for rows in (_PROMPTS, _NEXT)]
     if not np.array_equal(steps[0].tables, steps[1].tables):
       raise AssertionError("the rows of the two steps need the same blocks")
-    shape = module.kv_shape(steps[0].num_blocks, spec.block_size, 2, stored_size(spec.head_dim, dtype))
+    shape = api.kv_shape(steps[0].num_blocks, spec.block_size, 2, spec.head_dim, name, dtype)
     empty = np.full(shape, {"int8": -1, "uint8": 255}.get(dtype.name, np.nan), dtype)  # NaN in all of them
     inputs = [_step_operands(attention, number, case) for number, case in enumerate(steps)]
 
   def run(compiled):
     kv, comparisons, right = empty, Comparisons(), np.full(steps[0].kv_shape(), np.nan, np.float32)
     for number, (case, operands) in enumerate(zip(steps, inputs, strict=True)):
-      out, kv = (np.asarray(x) for x in compiled(*_put(setting, kv, *operands)))
+      out, kv = (np.asarray(x) for x in compiled(*put_arrays(setting, kv, *operands)))
       used = int(case.query_starts[-1])
       tokens = np.arange(used)
       expected = _write_and_attend(case, operands[0], right, dtype, tokens)
@@ -284,7 +282,7 @@ def _attend(job: Job, setting: jobs.Setting) -> Prepared:
       comparisons.require(not (out[used:] != 0).any(), f"{what}: padding tokens must give zeros")
     return comparisons.finish()
 
-  return _prepared(setting, program, (_like(empty), *map(_like, inputs[0])), run, donate=(0,))
+  return prepare_on_host(setting, program, (empty, *inputs[0]), run, donate=(0,))
 
 
 def _step_operands(attention: api.PagedAttention, number: int, case: KernelCase) -> tuple[np.ndarray, ...]:
@@ -307,18 +305,22 @@ def _write_and_attend(
   return case.attention(jnp.asarray(pool), queries, tokens)
 
 
-def smoke_jobs(platform: str) -> list[Job]:
-  """Returns the jobs for a platform, "gpu" or "tpu": the simplest first. Opens no device."""
-  found: list[Job] = [{"kind": "smoke", "op": "add"}]
-  if platform == "gpu":
-    found += [{"kind": "smoke", "op": op} for op in ("tma copy", "tma tiles")]
-    pools = (128, ""), (64, ""), (128, BYTES.name)
-    found += [{"kind": "smoke", "op": op, "head_dim": size, "kv_dtype": kv} for size, kv in pools for op in HOPPER_OPS]
-  names = [*api.candidates("auto", platform), "reference"]
-  for name in dict.fromkeys(names):
+def smoke_jobs() -> list[Job]:
+  """Returns the jobs for a GPU, the simplest first. Opens no device."""
+  found: list[Job] = [{"kind": "smoke", "op": op} for op in ("add", "tma copy", "tma tiles")]
+  pools = (128, ""), (64, ""), (128, BYTES.name)
+  found += [{"kind": "smoke", "op": op, "head_dim": size, "kv_dtype": kv} for size, kv in pools for op in HOPPER_OPS]
+  return found + attend_jobs("gpu")
+
+
+def attend_jobs(platform: str) -> list[Job]:
+  """Returns two steps of a layer for each implementation that may run on a platform, and each dtype of KV."""
+  found: list[Job] = []
+  for name in dict.fromkeys([*api.candidates("auto", platform), "reference"]):
     for dtype in (None, *api.EIGHT_BIT_KV.values()):
       with contextlib.suppress(NotImplementedError):
-        api.check_supported(name, spec_of(128).geometry, jnp.bfloat16, dtype)
+        spec = dataclasses.replace(spec_of(128), block_size=128 if dtype == np.int8 else 64)
+        api.check_supported(name, spec.geometry, jnp.bfloat16, dtype)
         kv_dtype = dtype.name if dtype else ""
         found.append({"kind": "smoke", "op": "attend", "implementation": name, "head_dim": 128, "kv_dtype": kv_dtype})
   return found

@@ -139,9 +139,7 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
     "peer",
     "step",
   }
-  whole = bench_gpu.ends(bench_gpu.STAGES)
-  assert tuple(whole) == bench_gpu.STAGES and list(whole.values()) == sorted(whole.values())
-  assert bench_gpu.ends(["check", "ceilings"]) == {"ceilings": 0.4, "check": 1.0}, "no time is left unused"
+  assert device_run.share_out({"ceilings": 4, "check": 6}) == {"ceilings": 0.4, "check": 1.0}, "no time is left unused"
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked
 
@@ -158,11 +156,11 @@ echo "  (0,0,0) (0,0,0) (0,0,0) (127,0,0) 128 0x00007f2f5c2d0a50 n/a 0"
 
 def _contact(tmp_path, monkeypatch, stages: tuple[str, ...], match: str = "") -> tuple[int, device_run.DeviceRun, str]:
   """Runs stages on tests/tools/gpu/fake_worker.py."""
-  monkeypatch.setattr(bench_gpu, "_SMOKE_PATIENCE_S", {"device": 2.0})
+  monkeypatch.setattr(bench_gpu, "SMOKE_PATIENCE_S", {"device": 2.0})
   monkeypatch.setattr(device_run, "_PATIENCE_S", {"device": 2.0})
   monkeypatch.setenv("PYTHONPATH", str(ROOT))
   settings = {"mode": "device", "seconds": 300.0, "match": re.compile(match)}
-  with device_run.open_run(tmp_path, worker_module="tests.tools.gpu.fake_worker", **settings) as run:
+  with device_run.open_run(tmp_path, worker_words=("tests.tools.gpu.fake_worker",), **settings) as run:
     code = device_run.finish(run, functools.partial(bench_gpu.run_stages, stages=stages))
   return code, run, (tmp_path / "table.txt").read_text()
 
