@@ -141,6 +141,7 @@ CONFORMANCE = (
   ArgSpec("nothing", (), 8, 4),
   ArgSpec("one_row_of_one_token", ((1, 1),), 2, 2),
   ArgSpec("decode", ((1, 3), (1, 64), (1, 65), (1, 380), (1, 16)), 8, 8),
+  ArgSpec("chunk_among_decodes", ((1, 70), (20, 60), (2, 9), (0, 0), (1, 300)), 32, 32),
   ArgSpec("full_prefill_no_padding", ((33, 33),), 33, 1),
   ArgSpec("mixed", _MIXED, 64, 12),
   ArgSpec("mixed_window", _MIXED, 64, 12, sliding_window=50),

@@ -1,8 +1,8 @@
 """Combines the Hopper kernels into paged attention; it may not compute anything itself.
 
 A layer runs three kernels: rotary embedding with the KV write (gpu_write.py), rows of many queries (gpu_prefill.py) and
-rows of few (gpu_decode.py). If rows may be split, a fourth sums their partial results. All read a plan that the host
-makes (plan.py), and none copies the buffer or the output.
+rows of few (gpu_decode.py). A rung for decodes runs the first and the last. All read a plan that the host makes
+(plan.py), and none copies the buffer or the output.
 """
 
 import functools
@@ -71,7 +71,7 @@ def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_
   plan, geometry = attention.plan, attention.geometry
   assert plan is not None and meta.work is not None
   tuning = tuning_for(attention.device_kind, geometry.head_dim, geometry.block_size)
-  q, kv = rotate_and_write(qkv, cos, sin, kv, slot_mapping, tuning=tuning, interpret=interpret)
+  q, kv, finished = rotate_and_write(qkv, cos, sin, kv, slot_mapping, tuning=tuning, interpret=interpret)
   rows = meta.block_tables, meta.kv_lens, meta.query_starts, meta.work
   static = {
     "plan": plan,
@@ -80,7 +80,8 @@ def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_
     "tuning": tuning,
     "interpret": interpret,
   }
-  out = prefill(q, kv, *rows, **static)
+  out = prefill(q, kv, *rows, **static) if plan.has_prefill else None
   if plan.decode_queries:
-    out = decode(q, kv, *rows, out, **static)
+    out = decode(q, kv, *rows, finished, out, **static)
+  assert out is not None
   return out, kv

@@ -8,7 +8,12 @@ queries under an online softmax (FlashAttention, arXiv:2205.14135); the G heads 
 Pages of fp8 travel as they are. The compute warpgroup widens each tile to bf16 in shared memory before it multiplies,
 because Hopper's fp8 products would need values transposed and queries and weights rounded to 4 bits.
 
-The parts of a split row leave partial results, which a second kernel sums in order: no result depends on timing.
+The parts of a split row leave partial results. Each block counts the parts that it has finished, and the one that
+finishes a row's last part sums all of them (as in split-K with a counter, and Stream-K's fix-up, arXiv:2301.03598).
+The order of the sum is that of the parts, so no result depends on timing.
+
+A rung that holds no more tokens than rows has no other attention kernel (`Plan.has_prefill`): this one takes its
+longer rows too, 64 pairs of query and head an item, and fills padding with zeros.
 """
 
 import dataclasses
@@ -19,7 +24,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import memref
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8
@@ -68,12 +76,12 @@ def _over_rows(x: jax.Array, columns: int, layout) -> jax.Array:
 
 
 class _Row(NamedTuple):
-  """The extent of a row's queries and keys; scalars.
+  """The queries of an item and the keys that they see; scalars.
 
   Attributes:
     index: number of the row.
     begin, count: tokens in the packed axis.
-    length: positions.
+    length: positions up to the last query, which it includes. Of padding: 0 or less.
     position: position of the first query.
   """
 
@@ -85,11 +93,11 @@ class _Row(NamedTuple):
 
 
 class _Item(NamedTuple):
-  """One split of a row for one KV head; scalars.
+  """One split of queries of a row, for one KV head; scalars.
 
   Attributes:
     row, head: of the item.
-    slot: slot of the partial result; negative if the row has one part.
+    slot: slot of the partial result; negative if there is one part.
     low, high: positions of the split; its tiles begin at `low`.
     tiles: number of tiles.
   """
@@ -126,27 +134,65 @@ class _Call:
     """Copies a tile of keys: one a page, or one if the page is longer than the tile."""
     return max(1, _KEYS // self.plan.geometry.block_size)
 
-  def row(self, index, kv_lens, query_starts) -> _Row:
-    """Returns the extent of a row."""
-    begin, length = query_starts[index], kv_lens[index]
-    count = query_starts[index + 1] - begin
-    return _Row(index, begin, count, length, length - count)
+  def row(self, index, begin, kv_lens, query_starts) -> _Row:
+    """Returns the extent of an item's queries; index -1 is padding.
+
+    Args: begin: token of the first one.
+    """
+    if not self.plan.has_prefill:
+      is_row = index >= 0
+      index = jnp.maximum(index, 0)
+      end = jnp.where(is_row, query_starts[index + 1], self.plan.geometry.tokens)
+      length = jnp.where(is_row, kv_lens[index], 0)
+    else:
+      end, length = query_starts[index + 1], kv_lens[index]
+    position = length - (end - begin)
+    count = jnp.minimum(end - begin, self.plan.item_queries)
+    return _Row(index, begin, count, position + count, position)
 
   def item(self, number, items, kv_lens, query_starts) -> _Item:
     """Returns work item `number` of plan.py's `sm_items`."""
     geometry = self.plan.geometry
     index, head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))
-    row, slot = self.row(items[index, 0], kv_lens, query_starts), items[index, 1]
+    row, slot = self.row(items[index, 0], items[index, 4], kv_lens, query_starts), items[index, 1]
     low = items[index, 2] * geometry.block_size
     high = jnp.minimum(items[index, 3] * geometry.block_size, row.length)
     if geometry.sliding_window is not None and geometry.block_size > _KEYS:
       first_seen = jnp.maximum(row.position - (geometry.sliding_window - 1), 0)
       low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # skips the part of a page that no query sees
-    # A row that is shorter than planned may leave its last part without keys: then one tile, in which all are masked.
+    # A row that is shorter than planned may leave its last part without keys, and padding has none: then one tile, in
+    # which all are masked.
     return _Item(row, slot, head, low, high, jnp.maximum(_cdiv(high - low, _KEYS), 1))
 
 
-def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_starts, sm_items, out, *refs):
+def _count_part(counter, count_before) -> None:
+  """Counts a finished part in global memory, and writes the count before it to `count_before` in shared memory.
+
+  The count orders this part before it, and the other parts that it counts before what follows. The warpgroup has waited
+  for its copies of the part, which the asynchronous proxy wrote.
+  """
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+  def count(_, counter, count_before):
+    i32 = ir.IntegerType.get_signless(32)
+    mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
+    mosaic.warpgroup_barrier()
+    with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+      before = mosaic.inline_ptx(
+        "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;",
+        mosaic.memref_ptr(counter),
+        result_types=i32,
+        has_side_effects=True,
+      )
+      memref.store(before, count_before, [])
+    mosaic.warpgroup_barrier()
+
+  count(counter, count_before)
+
+
+def _decode_kernel(
+  call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_starts, sm_items, row_slots, finished, *refs
+):
   """See `decode`. The grid is the SMs; an SM holds pairs of a compute and a producer warpgroup.
 
   Two pairs share a thread block: while one multiplies or finishes an item, the other's copies keep the memory busy. Two
@@ -157,9 +203,11 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
   """
   plan, geometry, stages = call.plan, call.plan.geometry, call.tuning.decode_stages
   group, size, page = geometry.group, geometry.head_dim, geometry.block_size
+  out, *refs = refs
   if plan.max_splits > 1:
     parts, part_sums, *refs = refs
-  q_views, k_ring, v_ring, wide_tiles, staging, weight_buffers, q_ready, k_ready, v_ready, k_free, v_free = refs
+  q_views, k_ring, v_ring, wide_tiles, staging, weight_buffers, counts_before, *barriers = refs
+  q_ready, k_ready, v_ready, k_free, v_free, pairs_done = barriers
 
   warpgroup, pairs = lax.axis_index("warpgroup"), call.tuning.decode_ctas_per_sm
   pair = lax.rem(warpgroup, _i32(pairs))
@@ -208,11 +256,18 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
     def load_queries(n):
       """Copies only the row's own rows of the tile; the kernel discards the results of the others."""
       item = item_of(n)
-      rows = pl.ds(item.row.begin * group, call.plan.part_rows)
-      for slab, columns in slabs:
-        plgpu.copy_gmem_to_smem(
-          q.at[item.head, rows, columns], q_lines.at[slab, pl.ds(0, call.plan.part_rows)], q_ready
-        )
+
+      def load(count):
+        for slab, columns in slabs:
+          rows = pl.ds(item.row.begin * group, count)
+          plgpu.copy_gmem_to_smem(q.at[item.head, rows, columns], q_lines.at[slab, pl.ds(0, count)], q_ready)
+
+      if plan.item_rows == plan.part_rows:
+        load(plan.part_rows)
+      else:
+        is_short = item.row.count <= plan.decode_queries
+        pl.when(is_short)(functools.partial(load, plan.part_rows))
+        pl.when(jnp.logical_not(is_short))(functools.partial(load, plan.item_rows))
 
     @pl.when(num_items > 0)
     def _():
@@ -333,6 +388,9 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
             plgpu.copy_smem_to_gmem(part.at[rows], parts.at[item.slot, item.head, rows, columns])
 
         plgpu.copy_smem_to_gmem(part_sum, part_sums.at[item.slot, item.head])
+        if not call.interpreted:
+          plgpu.wait_smem_to_gmem(0)
+          finish_part(item)
 
       if plan.max_splits == 1:
         write_out()
@@ -341,8 +399,36 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
         pl.when(item.slot >= 0)(write_part)
       return tiles_before + item.tiles
 
+    def finish_part(item):
+      """Counts a part whose copies have ended, and sums the row's parts if it is the last one."""
+      counter = finished.at[item.head, item.row.begin]
+      if call.interpreted:
+        before = counter[...]
+        counter[...] = before + 1
+      else:
+        _count_part(counter, counts_before.at[pair])
+        before = counts_before[pair]
+
+      @pl.when(before + 1 == row_slots[item.row.index + 1] - row_slots[item.row.index])
+      def _():
+        _sum_parts(call, item, row_slots, parts, part_sums, out, staging[0].at[pair])
+
     lax.fori_loop(0, num_items, run_item, _i32(0))
     plgpu.wait_smem_to_gmem(0)
+    if call.interpreted and plan.max_splits > 1:
+      # The interpreter has no atomic addition. So one warpgroup counts all parts of the block, when all have ended.
+      plgpu.barrier_arrive(pairs_done)
+
+      @pl.when(pair == 0)
+      def _():
+        plgpu.barrier_wait(pairs_done)
+
+        @pl.loop(sm_starts[sm], sm_starts[sm + 1])
+        def _(n):
+          item = call.item(sm_items[n], items, kv_lens, query_starts)
+          pl.when(item.slot >= 0)(functools.partial(finish_part, item))
+
+        plgpu.wait_smem_to_gmem(0)
 
   @pl.when(warpgroup >= pairs)
   def _produce():
@@ -396,54 +482,49 @@ def _add_values(call: _Call, acc, weights, values, weight_buffers, pair) -> Any:
   return acc + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
 
 
-def _combine_kernel(call: _Call, kv_lens, query_starts, row_slots, parts, part_sums, out, staging):
-  """Sums the partial results of a row for one KV head; returns at once if the row has none."""
-  group, size = call.plan.geometry.group, call.plan.geometry.head_dim
-  head = lax.axis_index("head")
-  row = call.row(lax.axis_index("row"), kv_lens, query_starts)
+def _sum_parts(call: _Call, item: _Item, row_slots, parts, part_sums, out, staging) -> None:
+  """Sums the partial results of an item's row for its KV head, in order, and starts the copies of the result."""
+  group, size, row, head = call.plan.geometry.group, call.plan.geometry.head_dim, item.row, item.head
   first_slot = row_slots[row.index]
   splits = row_slots[row.index + 1] - first_slot
   at_once = min(4, call.plan.max_splits)  # loads in flight
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of an earlier item
 
-  @pl.when(splits > 0)
-  def _():
-    @pl.loop(0, _cdiv(row.count * group, 8))
-    def _(chunk):
-      rows = pl.ds(chunk * 8, 8)
+  @pl.loop(0, _cdiv(row.count * group, 8))
+  def _(chunk):
+    rows = pl.ds(chunk * 8, 8)
 
-      def add(i, carry):
-        loaded = []
-        for j in range(at_once):
-          split = i * at_once + j
-          slot = first_slot + jnp.minimum(split, splits - 1)
-          part_sum = plgpu.load(part_sums.at[slot, head, rows], layout=_CHUNK.reduce(1), optimized=False)
-          part = plgpu.load(parts.at[slot, head, rows], layout=_CHUNK, optimized=False)
-          loaded.append((jnp.where(split < splits, part_sum, _FLOOR), part))
-        acc, peak, total = carry
-        for part_sum, part in loaded:
-          new_peak = jnp.maximum(peak, part_sum)
-          decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(part_sum - new_peak)
-          acc = acc * _over_rows(decay, size, _CHUNK) + part * _over_rows(weight, size, _CHUNK)
-          total = total * decay + weight
-          peak = new_peak
-        return acc, peak, total
+    def add(i, carry):
+      loaded = []
+      for j in range(at_once):
+        split = i * at_once + j
+        slot = first_slot + jnp.minimum(split, splits - 1)
+        part_sum = plgpu.load(part_sums.at[slot, head, rows], layout=_CHUNK.reduce(1), optimized=False)
+        part = plgpu.load(parts.at[slot, head, rows], layout=_CHUNK, optimized=False)
+        loaded.append((jnp.where(split < splits, part_sum, _FLOOR), part))
+      acc, peak, total = carry
+      for part_sum, part in loaded:
+        new_peak = jnp.maximum(peak, part_sum)
+        decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(part_sum - new_peak)
+        acc = acc * _over_rows(decay, size, _CHUNK) + part * _over_rows(weight, size, _CHUNK)
+        total = total * decay + weight
+        peak = new_peak
+      return acc, peak, total
 
-      nothing = (
-        plgpu.layout_cast(jnp.zeros((8, size), jnp.float32), _CHUNK),
-        plgpu.layout_cast(jnp.full((8,), _FLOOR, jnp.float32), _CHUNK.reduce(1)),
-        plgpu.layout_cast(jnp.zeros((8,), jnp.float32), _CHUNK.reduce(1)),
-      )
-      acc, _, total = lax.fori_loop(0, _cdiv(splits, at_once), add, nothing)
-      staging[rows] = (acc / _over_rows(total, size, _CHUNK)).astype(jnp.bfloat16)
+    nothing = (
+      plgpu.layout_cast(jnp.zeros((8, size), jnp.float32), _CHUNK),
+      plgpu.layout_cast(jnp.full((8,), _FLOOR, jnp.float32), _CHUNK.reduce(1)),
+      plgpu.layout_cast(jnp.zeros((8,), jnp.float32), _CHUNK.reduce(1)),
+    )
+    acc, _, total = lax.fori_loop(0, _cdiv(splits, at_once), add, nothing)
+    staging[rows] = (acc / _over_rows(total, size, _CHUNK)).astype(jnp.bfloat16)
 
-    plgpu.commit_smem()
+  plgpu.commit_smem()
 
-    @pl.loop(0, row.count)
-    def _(token):
-      rows = pl.ds(head * group, group)
-      plgpu.copy_smem_to_gmem(staging.at[pl.ds(token * group, group)], out.at[row.begin + token, rows])
-
-    plgpu.wait_smem_to_gmem(0)
+  @pl.loop(0, row.count)
+  def _(token):
+    rows = pl.ds(head * group, group)
+    plgpu.copy_smem_to_gmem(staging.at[pl.ds(token * group, group)], out.at[row.begin + token, rows])
 
 
 def decode(
@@ -453,7 +534,8 @@ def decode(
   kv_lens: jax.Array,
   query_starts: jax.Array,
   pieces: dict[str, jax.Array],
-  out: jax.Array,
+  finished: jax.Array,
+  out: jax.Array | None,
   *,
   plan: Plan,
   scale: float,
@@ -461,46 +543,44 @@ def decode(
   tuning: Tuning,
   interpret: Any = None,
 ) -> jax.Array:
-  """Computes attention of the rows of 1 to `plan.decode_queries` queries.
+  """Computes attention of the rows of 1 to `plan.decode_queries` queries, or of all rows if the plan has no prefill.
 
   Args:
     q: bf16[K, T*G, H]; row t*G + g of KV head k is query head k*G + g of token t.
     kv: bf16[P, K, 2, page, H]: keys, values; or uint8 for fp8 (fp8_kv.py).
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
     pieces: result of `plan.split`.
-    out: bf16[T, N, H]; written in place if the caller's jit has no other use for it.
+    finished: int32[K, T or more], zeros: the parts finished of a KV head and of a row, at the row's first token.
+    out: bf16[T, N, H]; written in place if the caller's jit has no other use for it. None if the plan has no prefill.
     plan, scale, soft_cap: see api; the scale is positive.
     tuning: see tuning.py.
     interpret: None, or plgpu.InterpretGPUParams to run on a CPU.
 
   Returns:
-    `out` with the tokens of those rows written and all others unchanged.
+    `out` with the tokens of those rows written and all others unchanged; without `out`, zeros at padding.
   """
   geometry = plan.geometry
   call = _Call(plan, scale, soft_cap, tuning, interpret is not None, kv.dtype == BYTES)
   split, heads, size = plan.max_splits > 1, geometry.num_kv_heads, geometry.head_dim
   pairs, stages = tuning.decode_ctas_per_sm, tuning.decode_ctas_per_sm * tuning.decode_stages
   smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
-  options = {
-    "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    "interpret": interpret,
-  }
-  staging, parts = [smem((pairs, _ROWS, size))], ()
+  staging, parts = [smem((pairs, _ROWS, size))], []
   if split:
     staging.append(plgpu.SMEM((pairs, _ROWS, _PART_COLUMNS), jnp.float32, transforms=_TILED_F32))
     staging.append(plgpu.SMEM((pairs, _ROWS), jnp.float32))
-    parts = (
-      jax.ShapeDtypeStruct((plan.max_decode_items, heads, call.plan.part_rows, size), jnp.float32),
-      jax.ShapeDtypeStruct((plan.max_decode_items, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
-    )
+    parts = [
+      jax.ShapeDtypeStruct((plan.max_slots, heads, plan.part_rows, size), jnp.float32),
+      jax.ShapeDtypeStruct((plan.max_slots, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
+    ]
   q_shape = pairs, size // _COLUMNS, _ROWS, _COLUMNS
   q_views = [smem(q_shape, transforms=_TILED)]  # the only one the interpreter needs: it tiles nothing, has no unions
   if interpret is None:
     q_views = plgpu.RefUnion(smem(q_shape, transforms=(_SWIZZLED,)), *q_views)
-  ref = jax.new_ref(out)
-  parts = plgpu.kernel(
+  outputs = [] if out is None else [jax.new_ref(out)]
+  new = [jax.ShapeDtypeStruct((geometry.tokens, geometry.num_heads, size), q.dtype)] if out is None else []
+  results = plgpu.kernel(
     functools.partial(_decode_kernel, call),
-    out_type=parts,
+    out_type=(*new, *parts),
     grid=(plan.num_sms,),
     grid_names=("sm",),
     num_threads=2 * pairs,
@@ -512,23 +592,19 @@ def decode(
       [smem((pairs, _KEYS, size), transforms=_TILED)] * 2 if call.is_fp8 else [],
       staging,
       [smem((pairs, _ROWS, _KEYS), transforms=_TILED)] if call.interpreted else [],
+      plgpu.SMEM((pairs,), jnp.int32),
       plgpu.Barrier(num_barriers=pairs, num_arrivals=size // _COLUMNS),
       plgpu.Barrier(num_barriers=stages, num_arrivals=call.copies),
       plgpu.Barrier(num_barriers=stages, num_arrivals=call.copies),
       plgpu.Barrier(num_barriers=stages),
       plgpu.Barrier(num_barriers=stages),
+      plgpu.Barrier(num_arrivals=pairs) if call.interpreted and split else None,
     ],
-    **options,
+    compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    interpret=interpret,
   )(
     *(q, kv, block_tables, kv_lens, query_starts),
-    *(pieces["decode_items"], pieces["sm_starts"], pieces["sm_items"], ref),
+    *(pieces["decode_items"], pieces["sm_starts"], pieces["sm_items"], pieces["row_slots"]),
+    *(jax.new_ref(finished), *outputs),
   )
-  if split:
-    plgpu.kernel(
-      functools.partial(_combine_kernel, call),
-      grid=(geometry.rows, heads),
-      grid_names=("row", "head"),
-      scratch_types=[smem((call.plan.part_rows, size))],
-      **options,
-    )(kv_lens, query_starts, pieces["row_slots"], *parts, ref)
-  return jax.freeze(ref)
+  return results[0] if out is None else jax.freeze(outputs[0])

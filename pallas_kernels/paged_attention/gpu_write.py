@@ -2,9 +2,9 @@
 
 It moves each byte once; separate programs would move it three times. TMA loads projections, threads rotate them in
 registers (arXiv:2104.09864), and TMA stores them: queries packed for the attention kernels, keys and values at their
-slots of the donated buffer, in fp8 if it has that. A layer calls it once for 8 to some thousand tokens, so the latency
-of one thread block counts: the kernel waits once for all copies in, and for copies out only until they have read their
-source.
+slots of the donated buffer, in fp8 if it has that. It also clears the counters of the decode kernel. A layer calls it
+once for 8 to some thousand tokens, so the latency of one thread block counts: the kernel waits once for all copies in,
+and for copies out only until they have read their source.
 """
 
 import functools
@@ -41,7 +41,9 @@ def _layout(tokens: int, half: int):
   return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new, cosines, sines, narrow, ready):
+def _body(
+  page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, finished, queries, new, cosines, sines, narrow, ready
+):
   """Processes a tile of tokens of one KV head; `kv` is the buffer, and `narrow` holds its bytes of fp8, if any."""
   tokens, group, head_dim = queries.shape
   half = head_dim // 2
@@ -54,6 +56,8 @@ def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new,
   plgpu.copy_gmem_to_smem(qkv.at[here, head, pl.ds(0, group)], queries, ready)
   # Reads the slots while the copies run.
   places = [slots[jnp.minimum(start + i, num_tokens - 1)] for i in range(tokens)]
+  for i in range(tokens):
+    finished[head, start + i] = jnp.int32(0)
   plgpu.barrier_wait(ready)
   c, s = (plgpu.load(ref.at[:, 0], layout=layout, optimized=False) for ref in (cosines, sines))
 
@@ -96,7 +100,7 @@ def rotate_and_write(
   *,
   tuning: Tuning,
   interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Rotates queries and keys, packs the queries, and stores keys and values.
 
   Args:
@@ -109,17 +113,21 @@ def rotate_and_write(
     interpret: plgpu.InterpretGPUParams to run on a CPU; None compiles for the GPU.
 
   Returns:
-    q, bf16[K, T * G, H], with query head g of token t at row t * G + g of a KV head; and the buffer.
+    q, bf16[K, T * G, H], with query head g of token t at row t * G + g of a KV head; the buffer; and int32[K, T or
+    more], zeros, in which the decode kernel counts.
   """
   num_tokens, heads, rows, head_dim = qkv.shape
   group = rows - 2
   tokens = _tile_tokens(tuning.write_tokens, group, head_dim)
   tiles = pl.cdiv(num_tokens, tokens)
   ref = jax.new_ref(kv)
-  q = plgpu.kernel(
+  q, finished = plgpu.kernel(
     functools.partial(_body, kv.shape[3], num_tokens),
     # Whole tiles: a bulk copy knows no bounds, and would write over the queries of the next head.
-    out_type=jax.ShapeDtypeStruct((heads, tiles * tokens, group, head_dim), qkv.dtype),
+    out_type=(
+      jax.ShapeDtypeStruct((heads, tiles * tokens, group, head_dim), qkv.dtype),
+      jax.ShapeDtypeStruct((heads, tiles * tokens), jnp.int32),
+    ),
     grid=(tiles, heads),
     grid_names=("tile", "head"),
     scratch_types=[
@@ -136,4 +144,4 @@ def rotate_and_write(
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
     interpret=interpret,
   )(qkv, cos, sin, slot_mapping, ref)
-  return q[:, :num_tokens].reshape(heads, num_tokens * group, head_dim), jax.freeze(ref)
+  return q[:, :num_tokens].reshape(heads, num_tokens * group, head_dim), jax.freeze(ref), finished

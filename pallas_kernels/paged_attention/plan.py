@@ -3,7 +3,9 @@
 A step's kernels have a fixed grid and read their work from an int32 array that travels with the step. Only the array's
 contents change, so nothing recompiles. Rows of few queries (decode, speculation, a chunk's short tail) go to the decode
 kernel. It reads a row's keys once for all its queries and splits long rows over streaming multiprocessors (SMs;
-Flash-Decoding, https://pytorch.org/blog/flash-decoding). Other rows go to the prefill kernel in tiles of queries.
+Flash-Decoding, https://pytorch.org/blog/flash-decoding). Other rows go to the prefill kernel in tiles of queries. A
+rung of no more tokens than rows is for decodes, and an empty launch costs it time: it has no prefill kernel, and the
+decode kernel takes its longer rows in items of 64 (query, head of the group) pairs.
 
 A row's own length alone decides where the plan splits it, and the kernel sums its parts in order. So the bits of its
 result do not depend on the batch. The assignment of parts to SMs does: longest processing time first (R. L. Graham,
@@ -27,6 +29,9 @@ _DECODE_QUERIES = 4  # most queries of a decode row: memory still bounds the ker
 ALIGNMENT = 32
 _TILE_KEYS = 64  # keys a tile of the decode kernel; parts begin at whole tiles
 _TURNS_SHARE = 16  # SMs take items in turns if an SM's share is at least this many of the longest items, see _deal
+# The most tokens of a rung without the prefill kernel. That has 128 pairs an item, so it reads keys half as often; with
+# 256 tokens, groups of 4 and 8 KV heads it has 64 items, which leave half of 132 SMs idle, and the decode kernel 128.
+_MOST_TOKENS_WITHOUT_PREFILL = 256
 _HALVINGS = 4  # halvings of a row's remainder: its smallest part is about 20 times smaller than a whole part
 
 
@@ -77,13 +82,15 @@ class Plan:
 
   The array, int32[size] at a multiple of ALIGNMENT, has six pieces:
     counts [2]: the numbers of decode items and prefill items.
-    decode_items [max_decode_items, 4]: row, slot of the partial result (-1: the row has one part), first block and last
-      block + 1 of the row's table. Each item is work for every KV head.
+    decode_items [max_decode_items, 5]: row, slot of the partial result (-1: there is one part), first block and last
+      block + 1 of the row's table, first token. Each item is work for every KV head. Row -1 is padding, which the
+      kernel fills with zeros.
     sm_starts [num_sms + 1]: SM i works on sm_items[sm_starts[i]:sm_starts[i + 1]].
     sm_items [max_decode_items * K]: decode item * K + KV head; longest first in each SM's list.
     row_slots [S + 1]: the partial results of row r are at row_slots[r]:row_slots[r + 1], in order; none if not split.
     prefill_items [max_prefill_items, 2]: (row, first token); row -1 is padding, which the kernel fills with zeros.
-  Every token of the step is in exactly one decode row, prefill item or padding item.
+  Every token of the step is in exactly one decode row, prefill item or padding item. Without the prefill kernel, there
+  is no prefill item, and decode items have `item_queries` tokens of a longer row or of padding.
 
   Partial results take `partial_bytes` of the device. The plan allocates rows * max_splits * K of them, and max_splits
   is at most num_sms / K + 5. For 8 KV heads of 128, groups of 4 and 132 SMs that is 1.4 MiB a row.
@@ -93,12 +100,14 @@ class Plan:
     split_blocks: least blocks of a part, 1 or more, except at a row's end. The plan does not split shorter rows.
     decode_queries: the decode kernel takes rows of 1 to this many queries, the prefill kernel all others. 0: no rows.
     num_sms: SMs of the decode kernel.
+    has_prefill: whether the rung has the prefill kernel; without it, the decode kernel takes all rows.
   """
 
   geometry: Geometry
   split_blocks: int
   decode_queries: int = 4
   num_sms: int = 132
+  has_prefill: bool = True
 
   @cached_property
   def max_splits(self) -> int:
@@ -106,9 +115,24 @@ class Plan:
     return self._parts.shape[1]
 
   @property
-  def max_decode_items(self) -> int:
-    """The most decode items, and the number of slots for partial results."""
+  def max_slots(self) -> int:
+    """The number of slots for partial results."""
     return self.geometry.rows * self.max_splits
+
+  @property
+  def max_decode_items(self) -> int:
+    """The most decode items: parts, and without the prefill kernel tiles of longer rows and of padding."""
+    return self.max_slots + (0 if self.has_prefill else self._most_tiles(self.item_queries))
+
+  @property
+  def item_queries(self) -> int:
+    """The most tokens of a decode item."""
+    return self.decode_queries if self.has_prefill else _DECODE_ROWS // self.geometry.group
+
+  @property
+  def item_rows(self) -> int:
+    """(Query, head of the group) pairs of a decode item, rounded up to tiles of 8."""
+    return -(-self.item_queries * self.geometry.group // 8) * 8
 
   @property
   def part_rows(self) -> int:
@@ -121,7 +145,7 @@ class Plan:
     if self.max_splits == 1 or not self.decode_queries:
       return 0
     values = self.part_rows * self.geometry.head_dim + _DECODE_ROWS
-    return self.max_decode_items * self.geometry.num_kv_heads * values * 4
+    return self.max_slots * self.geometry.num_kv_heads * values * 4
 
   @property
   def tile_tokens(self) -> int:
@@ -130,16 +154,20 @@ class Plan:
 
   @property
   def max_prefill_items(self) -> int:
-    """The most prefill items: whole tiles, one more for each prefill row, and tiles of padding."""
+    """The most prefill items."""
+    return self._most_tiles(self.tile_tokens) if self.has_prefill else 0
+
+  def _most_tiles(self, tile_tokens: int) -> int:
+    """Returns the most tiles of longer rows and of padding: whole ones, and one more for each row and for padding."""
     tokens, rows = self.geometry.tokens, self.geometry.rows
-    return tokens // self.tile_tokens + min(rows, tokens // (self.decode_queries + 1)) + 1
+    return tokens // tile_tokens + min(rows, tokens // (self.decode_queries + 1)) + 1
 
   @cached_property
   def _placed(self) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     return place_arrays(
       {
         "counts": (2,),
-        "decode_items": (self.max_decode_items, 4),
+        "decode_items": (self.max_decode_items, 5),
         "sm_starts": (self.num_sms + 1,),
         "sm_items": (self.max_decode_items * self.geometry.num_kv_heads,),
         "row_slots": (self.geometry.rows + 1,),
@@ -207,12 +235,11 @@ class Plan:
     packed = np.zeros(self.size, np.int32)
     pieces = self.split(packed)  # views
     counts = np.diff(query_starts)
-    window = geometry.sliding_window or geometry.table_width * geometry.block_size
-    first = np.maximum((kv_lens if least_lens is None else least_lens) - counts - (window - 1), 0)
-    blocks = -(-kv_lens // geometry.block_size) - first // geometry.block_size
+    least_lens = kv_lens if least_lens is None else least_lens
 
     rows = np.flatnonzero((counts > 0) & (counts <= self.decode_queries))
-    parts = self._parts[blocks[rows]]
+    first = self._first_blocks(least_lens[rows] - counts[rows])
+    parts = self._parts[-(-kv_lens[rows] // geometry.block_size) - first]
     is_part = parts > 0
     splits = is_part.sum(axis=1)
     slots = np.zeros(geometry.rows, np.int64)
@@ -222,27 +249,45 @@ class Plan:
     row = np.repeat(rows, splits)
     number = np.arange(len(row)) - np.repeat(np.cumsum(splits) - splits, splits)
     slot = np.where(slots[row] > 0, pieces["row_slots"][row] + number, -1)
-    end = np.cumsum(parts, axis=1)[is_part] + (first // geometry.block_size)[row]
+    end = np.cumsum(parts, axis=1)[is_part] + np.repeat(first, splits)
+    decode_items = np.stack([row, slot, end - length, end, query_starts[row]], 1)
+
+    tile_tokens = self.tile_tokens if self.has_prefill else self.item_queries
+    rows = np.flatnonzero(counts > self.decode_queries)
+    tiles = -(-counts[rows] // tile_tokens)
+    tiled = np.repeat(rows, tiles)
+    number = np.arange(len(tiled)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    token = query_starts[tiled] + number * tile_tokens
+    position = kv_lens[tiled] - query_starts[tiled + 1] + token
+    seen = position + np.minimum(tile_tokens, query_starts[tiled + 1] - token)  # keys of the last query, no window
+    padding = np.arange(query_starts[-1], geometry.tokens, tile_tokens)
+    none, zero = np.full_like(padding, -1), np.zeros_like(padding)
+    prefill_items = 0
+    if self.has_prefill:
+      order = np.argsort(-seen, kind="stable")
+      items = np.concatenate([np.stack([tiled, token], 1)[order], np.stack([none, padding], 1)])
+      prefill_items = len(items)
+      pieces["prefill_items"][:prefill_items] = items
+    else:
+      first = self._first_blocks(position - kv_lens[tiled] + least_lens[tiled])
+      end = -(-seen // geometry.block_size)
+      longer = np.stack([tiled, np.full_like(tiled, -1), first, end, token], 1)
+      decode_items = np.concatenate([decode_items, longer, np.stack([none, none, zero, zero, padding], 1)])
+      tile = max(1, _TILE_KEYS // geometry.block_size)  # what an item of padding costs, in blocks
+      length = np.concatenate([length, end - first, np.full_like(padding, tile)])
+
     order = np.argsort(-length, kind="stable")
-    pieces["decode_items"][: len(row)] = np.stack([row, slot, end - length, end], 1)[order]
+    pieces["decode_items"][: len(order)] = decode_items[order]
     starts, numbers = _deal(length[order], geometry.num_kv_heads, self.num_sms)
     pieces["sm_starts"][:] = starts
     pieces["sm_items"][: len(numbers)] = numbers
-
-    decode_items = len(row)
-    rows = np.flatnonzero(counts > self.decode_queries)
-    tiles = -(-counts[rows] // self.tile_tokens)
-    tiled = np.repeat(rows, tiles)
-    number = np.arange(len(tiled)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    token = query_starts[tiled] + number * self.tile_tokens
-    end = np.minimum(token + self.tile_tokens, query_starts[tiled + 1])
-    walk = kv_lens[tiled] - query_starts[tiled + 1] + end  # keys that the tile's last query sees, without the window
-    order = np.argsort(-walk, kind="stable")
-    padding = np.arange(query_starts[-1], geometry.tokens, self.tile_tokens)
-    items = np.concatenate([np.stack([tiled, token], 1)[order], np.stack([np.full_like(padding, -1), padding], 1)])
-    pieces["prefill_items"][: len(items)] = items
-    pieces["counts"][:] = decode_items, len(items)
+    pieces["counts"][:] = len(order), prefill_items
     return packed
+
+  def _first_blocks(self, positions: np.ndarray) -> np.ndarray:
+    """Returns the first block that a query at each position sees."""
+    window = self.geometry.sliding_window or self.geometry.table_width * self.geometry.block_size
+    return np.maximum(positions - (window - 1), 0) // self.geometry.block_size
 
 
 def _deal(sizes: np.ndarray, copies: int, num_sms: int) -> tuple[np.ndarray, np.ndarray]:
@@ -309,4 +354,5 @@ def make_plan(geometry: Geometry, split_tokens: int, num_sms: int) -> Plan:
   split_blocks = max(1, min(split_blocks, -(-2 * split_blocks * geometry.rows * geometry.num_kv_heads // num_sms)))
   # The two kernels sum in different orders, so an invariant step sends all rows to one of them.
   decode_queries = 0 if geometry.invariant else min(_DECODE_QUERIES, _DECODE_ROWS // geometry.group)
-  return Plan(geometry, split_blocks, decode_queries, num_sms)
+  is_for_decodes = geometry.tokens <= min(geometry.rows, _MOST_TOKENS_WITHOUT_PREFILL)
+  return Plan(geometry, split_blocks, decode_queries, num_sms, geometry.invariant or not is_for_decodes)

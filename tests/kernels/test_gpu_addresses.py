@@ -74,7 +74,7 @@ def test_tiles_are_whole_where_any_slice_of_them_has_the_addresses_that_tma_give
 
 
 def attention(kernel: str, head_dim: int, group: int, block_size: int, **tuned) -> swizzles.SharedTransfers:
-  """Lowers prefill, or decode with its combine kernel."""
+  """Lowers prefill or decode."""
   spec = ArgSpec(kernel, (), 48, 4, block_size, 1024 // block_size, group * 2, 2, head_dim, dtype="bfloat16")
   tuning = dataclasses.replace(tuning_for("", head_dim, block_size), **tuned)
   planned = plan.make_plan(spec.geometry, tuning.split_tokens, 132)
@@ -95,7 +95,7 @@ def attention(kernel: str, head_dim: int, group: int, block_size: int, **tuned) 
     ((4,), "int32"),
     ((5,), "int32"),
     ((planned.size,), "int32"),
-    *[((48, 2 * group, head_dim), "bfloat16")] * (kernel == "decode"),
+    *[((2, 48), "int32"), ((48, 2 * group, head_dim), "bfloat16")] * (kernel == "decode"),
   )
 
 

@@ -25,6 +25,8 @@ from tests.kernels.conformance import f32
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("gpu_interpreter")]
 
+# Not for several blocks: the interpreter knows no order between them, whose counters are atomic on a GPU. The emulator
+# of PTX checks that order (tools/ptx_emulator).
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 UNTOUCHED = 7.0  # what `out` holds before
 
@@ -38,6 +40,7 @@ class Case:
     split_blocks, queries: see plan.Plan.
     sms, pairs, stages: a grid small enough that a pair has several items, and a ring that all of them share.
     ahead: positions that the plan counts in each row beyond its length.
+    alone: the rung has no prefill kernel.
   """
 
   spec: ArgSpec
@@ -47,18 +50,20 @@ class Case:
   pairs: int = 2
   stages: int = 2
   ahead: int = 0
+  alone: bool = False
 
   def __str__(self) -> str:
     return self.spec.name
 
   @property
   def plan(self) -> Plan:
-    return Plan(self.spec.geometry, self.split_blocks, self.queries, self.sms)
+    return Plan(self.spec.geometry, self.split_blocks, self.queries, self.sms, not self.alone)
 
 
 def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:
   """One KV head of 64, tables of 256 positions by default, and a few unused tokens and rows."""
-  of_case = {key: changes.pop(key) for key in ("queries", "sms", "pairs", "stages", "ahead") if key in changes}
+  names = "queries", "sms", "pairs", "stages", "ahead", "alone"
+  of_case = {key: changes.pop(key) for key in names if key in changes}
   heads = changes.pop("kv_heads", 1)
   spec = ArgSpec(
     name,
@@ -83,11 +88,26 @@ _LARGE_PAGES = _case("page_128_window", ((1, 250),), 128, 2, pairs=1, sliding_wi
 _CAPPED = _case("soft_cap", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
 _FP8 = _case("fp8", ((2, 128), (1, 130), (1, 20)), 64, 1, pairs=1, kv_heads=2, kv_dtype="uint8")
 _ROWS = ((1, 150), (3, 130), (5, 9), (0, 0), (1, 64))
-# Six parts of one row, more than the combine kernel loads at once, among rows of one part, of three and of none.
+# Six parts of one row, more than a sum of parts loads at once, among rows of one part, of three and of none.
 _LONG = _case("one_long_row", ((1, 3), (2, 1000), (0, 0), (1, 290)), 64, 1, sms=4, pairs=1, positions=1024)
 # The last part of these rows begins at position 128, so it has no keys.
 _BEHIND = _case("shorter_than_planned", ((1, 125), (2, 127), (1, 20)), 64, 1, pairs=1, ahead=6)
+# Longer rows, one of them a tile and a part of the next, and padding for two tiles.
+_ALONE = _case("alone", ((35, 150), (1, 130), (0, 0), (5, 9)), 64, 1, pairs=1, padding=40, alone=True)
 CASES = (
+  _ALONE,
+  _case(
+    "alone_window_head_128",
+    ((20, 100), (4, 70), (3, 66)),
+    16,
+    2,
+    head_dim=128,
+    group=4,
+    alone=True,
+    ahead=5,
+    sliding_window=40,
+  ),
+  _case("alone_group_of_64", ((3, 70), (1, 150)), 128, 1, group=64, queries=1, alone=True),
   _BEHIND,
   _case("shorter_than_planned_in_two_pairs", ((2, 125), (1, 200), (1, 124), (1, 9)), 32, 1, ahead=7, sms=2),
   _case("window_of_a_row_shorter_than_planned", ((1, 124), (2, 60)), 64, 1, pairs=1, ahead=6, sliding_window=64),
@@ -141,13 +161,15 @@ def operands(case: Case, arguments: Arguments) -> tuple:
     arguments.kv_lens,
     arguments.query_starts,
     case.plan.split(make_work(case, arguments)),
-    np.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
+    np.zeros((spec.num_kv_heads, spec.num_tokens), np.int32),
+    None if case.alone else np.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
   )
   return jax.tree.map(conformance.put, arrays)
 
 
-def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams | None = RACES):
-  """The call, jitted."""
+def program(case: Case, module=gpu_decode, is_lowered: bool = False):
+  """The call, jitted, for the interpreter unless it is only lowered."""
+  interpret = None if is_lowered else RACES if case.sms == 1 else plgpu.InterpretGPUParams()
   tuning = dataclasses.replace(
     tuning_for("", case.spec.head_dim, case.spec.block_size),
     decode_ctas_per_sm=case.pairs,
@@ -174,11 +196,11 @@ def check(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_decode) -> N
   want = conformance.oracle(case.spec, arguments)
   counts = np.diff(arguments.query_starts)
   decoded = np.zeros(case.spec.num_tokens, bool)
-  for row in np.flatnonzero((counts > 0) & (counts <= case.queries)):
+  for row in np.flatnonzero((counts > 0) & (case.alone | (counts <= case.queries))):
     decoded[slice(*arguments.query_starts[row : row + 2])] = True
   # The result is rounded to bf16, and so were the weights, of 8 bits each; the latter errors average out.
   np.testing.assert_allclose(out[decoded], want[decoded], rtol=2.0**-8, atol=4e-3)
-  np.testing.assert_array_equal(out[~decoded], UNTOUCHED)
+  np.testing.assert_array_equal(out[~decoded], 0 if case.alone else UNTOUCHED)
   assert "RACE" not in capfd.readouterr().out
 
 
@@ -217,7 +239,7 @@ def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of
     pieces = given[5]
     items = int(pieces["counts"][0])
     backwards = pieces | {"decode_items": pieces["decode_items"].at[:items].set(pieces["decode_items"][:items][::-1])}
-    results.append(f32(run(*given[:5], backwards, given[6]))[here])
+    results.append(f32(run(*given[:5], backwards, *given[6:]))[here])
   assert np.isfinite(results[0]).all()
   for other in results[1:]:
     np.testing.assert_array_equal(other, results[0])
@@ -242,7 +264,7 @@ def unaligned_copies(case: Case, monkeypatch: pytest.MonkeyPatch, module=gpu_dec
   checked.calls = 0
   monkeypatch.setattr(launch_context.TileTransform, "transform_index", checked)
   given = operands(case, arg_specs.make_arguments(case.spec))
-  program(case, module, interpret=None).trace(*given).lower(lowering_platforms=("cuda",))
+  program(case, module, is_lowered=True).trace(*given).lower(lowering_platforms=("cuda",))
   assert checked.calls >= 2, "keys and values are copied into tiles"
   return found
 
@@ -285,6 +307,12 @@ BUGS = (
   (_LONG, "no more parts than are loaded at once", "_cdiv(splits, at_once)", "_i32(1)"),
   (_SPLIT, "wrong weight of a part", "part * _over_rows(weight,", "part * _over_rows(decay,"),
   (_SPLIT, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
+  (_SPLIT, "summed before the last part", "before + 1 == row_slots", "before + 2 == row_slots"),
+  (_ALONE, "the first queries of a row in each item", "items[index, 4], kv_lens",
+   "query_starts[items[index, 0]], kv_lens"),
+  (_ALONE, "too few queries of a longer row", "functools.partial(load, plan.item_rows)",
+   "functools.partial(load, plan.part_rows)"),
+  (_ALONE, "padding has keys", "jnp.where(is_row, kv_lens[index], 0)", "kv_lens[index]"),
   (_FP8, "bytes are taken for numbers", "from_fp8(loaded)", "loaded.astype(jnp.float32)"),
   (_CAPPED, "the cap not given back", "factor = call.soft_cap * _LOG2E", "factor = _LOG2E"),
 )  # fmt: skip

@@ -81,7 +81,8 @@ def check(case: Case, module=gpu_write) -> None:
   if case.tile:
     tuning = dataclasses.replace(tuning, write_tokens=case.tile)
   run = jax.jit(lambda *args: module.rotate_and_write(*args, tuning=tuning, interpret=RACES))
-  q, kv = run(given.qkv, given.cos, given.sin, given.kv, given.slots)
+  q, kv, finished = run(given.qkv, given.cos, given.sin, given.kv, given.slots)
+  assert finished.shape[0] == case.heads and finished.shape[1] >= case.tokens and not f32(finished).any()
   assert q.dtype == jnp.bfloat16 and kv.dtype == given.kv.dtype
 
   queries, keys, values = conformance.jitted(rotate)(given.qkv, given.cos, given.sin)
@@ -134,7 +135,7 @@ def test_padding_may_hold_nan_and_share_a_slot() -> None:
   given = numbers(case)
   tuning = dataclasses.replace(tuning_for("", 64, case.page), write_tokens=8)
   run = jax.jit(lambda *args: gpu_write.rotate_and_write(*args, tuning=tuning, interpret=plgpu.InterpretGPUParams()))
-  q, kv = run(given.qkv.at[7:].set(jnp.nan), given.cos, given.sin, given.kv, given.slots.at[7:].set(0))
+  q, kv, _ = run(given.qkv.at[7:].set(jnp.nan), given.cos, given.sin, given.kv, given.slots.at[7:].set(0))
   assert np.isfinite(f32(q).reshape(case.heads, case.tokens, -1)[:, :7]).all()
   assert np.isfinite(f32(kv)[1:]).all()
 
@@ -143,6 +144,7 @@ def test_padding_may_hold_nan_and_share_a_slot() -> None:
 BUGS = (
   ("sine with the other sign", "(x * c - y * s)", "(x * c + y * s)"),
   ("the key is not rotated", "  rotate(new, 0)\n", ""),
+  ("counters of one head are cleared", "finished[head, ", "finished[0, "),
   ("the value is rotated", "rotate(new, 0)", "rotate(new, 1)"),
   ("the last head of a group is not rotated", "for row in range(group)", "for row in range(group - 1)"),
   ("angles of the first tile", "cos.at[here]", "cos.at[pl.ds(0, tokens)]"),

@@ -39,12 +39,12 @@ def make(plan: Plan, lengths: tuple[int, ...], counts: tuple[int, ...] | None = 
 
 
 def loads(plan: Plan, pieces: dict[str, np.ndarray]) -> np.ndarray:
-  """Blocks that each SM reads."""
+  """Blocks that each SM reads; one of a padding item, whose keys are all masked."""
   found = np.zeros(plan.num_sms, np.int64)
   for sm in range(plan.num_sms):
     begin, end = pieces["sm_starts"][sm : sm + 2]
     items = pieces["decode_items"][pieces["sm_items"][begin:end] // plan.geometry.num_kv_heads]
-    found[sm] = (items[:, 3] - items[:, 2]).sum()
+    found[sm] = np.maximum(items[:, 3] - items[:, 2], 1).sum()
   return found
 
 
@@ -82,7 +82,7 @@ def test_a_longer_max_model_len_splits_a_row_the_same() -> None:
 def parts_of(pieces: dict[str, np.ndarray], row: int) -> list[tuple[int, int]]:
   """First and last block + 1 of a row's items, in order."""
   items = pieces["decode_items"][: pieces["counts"][0]]
-  return sorted((first, end) for of, _, first, end in items.tolist() if of == row)
+  return sorted((first, end) for of, _, first, end, _ in items.tolist() if of == row)
 
 
 def test_a_row_is_split_the_same_in_any_batch() -> None:
@@ -107,7 +107,7 @@ def test_every_block_is_read_once_by_one_sm(block_size: int, window: int | None,
   items = pieces["decode_items"][: pieces["counts"][0]]
   for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
     parts = parts_of(pieces, row)
-    slots = [slot for of, slot, first, _ in sorted(items.tolist(), key=lambda item: item[2]) if of == row]
+    slots = [slot for of, slot, *_ in sorted(items.tolist(), key=lambda item: item[2]) if of == row]
     begin, end = pieces["row_slots"][row : row + 2].tolist()
     if not 0 < count <= plan.decode_queries:
       assert not parts and begin == end
@@ -119,7 +119,7 @@ def test_every_block_is_read_once_by_one_sm(block_size: int, window: int | None,
     assert slots == (list(range(begin, end)) if len(parts) > 1 else [-1]) and len(parts) <= plan.max_splits
   used = pieces["sm_starts"][-1]
   assert sorted(pieces["sm_items"][:used].tolist()) == list(range(len(items) * heads))
-  assert (np.diff(pieces["sm_starts"]) >= 0).all() and pieces["row_slots"][-1] <= plan.max_decode_items
+  assert (np.diff(pieces["sm_starts"]) >= 0).all() and pieces["row_slots"][-1] <= plan.max_slots
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 32])
@@ -130,7 +130,49 @@ def test_partial_results_are_bounded(heads: int, num_sms: int) -> None:
   if (heads, num_sms) == (8, 132):
     assert plan.partial_bytes == 64 * plan.max_splits * heads * (16 * 128 + 64) * 4 <= 64 * 1.4 * 2**20
   full = make(plan, (131072,) * 64)
-  assert full["row_slots"][-1] <= plan.max_decode_items
+  assert full["row_slots"][-1] <= plan.max_slots
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("seed", range(4))
+def test_without_a_prefill_kernel_every_token_is_in_one_decode_item(window: int | None, seed: int) -> None:
+  rng = np.random.default_rng(seed)
+  plan = plan_for(64, 8192, sliding_window=window)
+  assert not plan.has_prefill and not plan.max_prefill_items
+  counts = tuple(int(n) for n in rng.choice([0, 1, 2, 4, 5, 16, 17], 6))
+  lengths = tuple(int(max(n, rng.choice([n, 300, 8192]))) for n in counts)
+  pieces = make(plan, lengths, counts)
+  assert not pieces["counts"][1]
+  items = pieces["decode_items"][: pieces["counts"][0]].tolist()
+  starts = np.append(0, np.cumsum(counts))
+  covered = np.zeros(64, int)
+  for row, slot, first, end, token in items:
+    until = starts[row + 1] if row >= 0 else 64
+    n = min(plan.item_queries, until - token)
+    if row < 0:
+      assert token >= starts[-1] and (slot, first, end) == (-1, 0, 0)
+    elif counts[row] > plan.decode_queries:
+      position = lengths[row] - (until - token)
+      assert slot == -1 and end == -(-(position + n) // 64) and (token - starts[row]) % plan.item_queries == 0
+      assert first == (max(position - window + 1, 0) // 64 if window else 0)
+    else:
+      assert token == starts[row]
+    if slot in (-1, pieces["row_slots"][row]):  # the first part
+      covered[token : token + n] += 1
+  assert (covered == 1).all()
+  assert sorted(pieces["sm_items"][: pieces["sm_starts"][-1]].tolist()) == list(range(len(items) * 8))
+
+
+def test_a_rung_of_more_tokens_than_rows_has_the_prefill_kernel() -> None:
+  assert plan_for(64, 8192, tokens=128).has_prefill
+  assert not plan_for(256, 8192).has_prefill and plan_for(512, 8192).has_prefill
+  assert plan_for(64, 8192, invariant=True).has_prefill, "the two kernels sum in different orders"
+
+
+def test_the_most_items_fit() -> None:
+  for counts in ((5,) * 12 + (4,), (1,) * 64, (64,), (17,) * 3, ()):
+    plan = plan_for(64, 8192)
+    assert make(plan, (8192,) * len(counts), counts)["counts"][0] <= plan.max_decode_items
 
 
 def test_a_step_without_decodes_has_no_decode_items() -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 from tools.check_device.facts import KernelUse
 
-MAX_LAUNCHES_A_LAYER = 11
-MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do not fuse the residual
-MAX_LAUNCHES_ROUNDED = 18  # w8a8 and fp8: each product follows a kernel or two that round its rows
-MAX_LAUNCHES_ADAPTERS = 39  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
+# With one attention kernel: two norms, four matmuls with their residuals, SwiGLU's product, KV write and attention.
+MAX_LAUNCHES_A_LAYER = 9
+MAX_LAUNCHES_OWN_MATMULS = 12  # deterministic, or int8: XLA's own matmuls do not fuse the residual
+MAX_LAUNCHES_ROUNDED = 16  # w8a8 and fp8: each product follows a kernel or two that round its rows
+MAX_LAUNCHES_ADAPTERS = 37  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
 SUMS_A_LAYER = 2  # over the devices that share it: after attention, and after the MLP
 # Of every product, by quantization.
 _OPERANDS = {"w8a8": "s8 x s8", "fp8": "f8e4m3fn x f8e4m3fn", "int4": "bf16 x s4"}
@@ -65,6 +66,8 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     most = MAX_LAUNCHES_OWN_MATMULS if own else MAX_LAUNCHES_A_LAYER
     most = MAX_LAUNCHES_ROUNDED if rung["quantization"] in _OPERANDS else most
     most = MAX_LAUNCHES_ADAPTERS if rung["adapters"] else most
+    # Prefill and decode kernels: a deterministic step has the former, a step of no more tokens than rows the latter.
+    most += rung["tokens"] > rung["rows"] and not rung["deterministic"]
     # The sums, and the addition of a residual, which follows its sum and so cannot be part of a matmul.
     most += SUMS_A_LAYER + 1 if rung["devices"] > 1 else 0
     if round(launches_a_layer(rung), 1) > most:  # the compiler may fuse the first layers differently
@@ -107,16 +110,10 @@ def _many_ways(matmuls: Sequence[str]) -> list[str]:
 
 
 def layer_launches(rung: Mapping[str, Any]) -> list[str]:
-  """Returns the launches of a middle layer, in order: kind, instruction, and its place in the program."""
-  first = next((i for i, (_, _, origin) in enumerate(rung["launches"]) if "_run_block" in origin), 0)
-  count = round(launches_a_layer(rung))
-  start = first + (rung["layers"] // 2) * count
-  layer = rung["launches"][start : start + count]
-  begin = next((i for i in range(count) if "/attention" in layer[i][2] and "/attention" not in layer[i - 1][2]), 0)
-  return [
-    f"{kind:19s} {name:34s} {origin.removeprefix('jit(step)/')}".rstrip()
-    for kind, name, origin in layer[begin:] + layer[:begin]
-  ]
+  """Returns the launches of the last layer, in order: kind, instruction, and its place in the program."""
+  end = max((i + 1 for i, (_, _, origin) in enumerate(rung["launches"]) if "_run_block" in origin), default=0)
+  layer = rung["launches"][:end][-round(launches_a_layer(rung)) :]
+  return [f"{kind:19s} {name:34s} {origin.removeprefix('jit(step)/')}".rstrip() for kind, name, origin in layer]
 
 
 def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:

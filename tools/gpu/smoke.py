@@ -172,11 +172,12 @@ def _kernel(job: Job, setting: jobs.Setting) -> Prepared:
   def program(donated, *rest):
     if op == "write":
       qkv, cos, sin, slots = rest
-      return kernels.write(qkv, cos, sin, donated, slots)
+      return kernels.write(qkv, cos, sin, donated, slots)[:2]
     q, kv, tables, lens, starts, work = rest
     if op == "prefill":
       return kernels.prefill(q, kv, tables, lens, starts, work)
-    return kernels.decode(q, kv, tables, lens, starts, work, donated)
+    finished = jnp.zeros((spec.num_kv_heads, spec.num_tokens), jnp.int32)
+    return kernels.decode(q, kv, tables, lens, starts, work, finished, donated)
 
   def run(compiled):
     found = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), compiled(*put_arrays(setting, *operands)))

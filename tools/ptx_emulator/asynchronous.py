@@ -190,14 +190,16 @@ def _copy(context: Context, instruction: PtxInstruction) -> Body:
 
     return commit
   if rest in (("wait_group",), ("wait_group", "read")):
-    most = instruction.operands[0]
+    most, is_read = instruction.operands[0], bool(rest[1:])
     assert isinstance(most, Immediate)
 
     def wait(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-      done, warp.committed = _split_groups(warp.committed, most.value)
+      done, rest_of_groups = _split_groups(warp.committed, most.value)
       for operation in done:
-        block.finish_operation(operation)
+        (block.finish_reading if is_read else block.finish_operation)(operation)
         warp.agent.knowledge.operations |= 1 << operation.number
+      if not is_read:  # what is only read is still to be waited for
+        warp.committed = rest_of_groups
 
     return wait
   if rest == ("global", "shared::cta", "bulk_group"):
@@ -230,11 +232,16 @@ def _copy_bytes(context: Context, instruction: PtxInstruction) -> Body:
     buffer, at = block.launch.memory.find(to, count)
     block.shadow.begin_async_read(warp.agent.knowledge, block.next_operation(), offsets)
 
+    data = []
+
     def move() -> None:
       where = slice(at, at + count)
-      buffer.data[where], buffer.owner[where] = block.shared.data[offsets], block.serial
+      buffer.data[where], buffer.owner[where] = data[0], block.serial
 
-    warp.uncommitted.append(block.begin_operation(move, instruction.text))
+    def read() -> None:
+      data.append(block.shared.data[offsets])
+
+    warp.uncommitted.append(block.begin_operation(move, instruction.text, read=read))
 
   return run
 
@@ -314,12 +321,17 @@ def _store_box(context: Context, instruction: PtxInstruction) -> Body:
     _, (tensor, addresses, inside, offsets) = find(block, warp, mask)
     block.shadow.begin_async_read(warp.agent.knowledge, block.next_operation(), offsets.reshape(-1))
 
+    data = []
+
     def move() -> None:
       if inside.any():
         buffer, spots = _spots(block, addresses[inside], tensor.itemsize)
-        buffer.data[spots], buffer.owner[spots] = block.shared.data[offsets[inside]], block.serial
+        buffer.data[spots], buffer.owner[spots] = data[0], block.serial
 
-    warp.uncommitted.append(block.begin_operation(move, instruction.text))
+    def read() -> None:
+      data.append(block.shared.data[offsets[inside]])
+
+    warp.uncommitted.append(block.begin_operation(move, instruction.text, read=read))
 
   return run
 

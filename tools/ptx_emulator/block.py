@@ -107,6 +107,8 @@ class Operation:
     text: of the instruction.
     after: an operation that comes first; None: none.
     is_done: whether it has run.
+    read: takes the data from where they come, before `run`; None: `run` does.
+    is_read: whether it has.
   """
 
   number: int
@@ -114,6 +116,8 @@ class Operation:
   text: str
   after: Operation | None = None
   is_done: bool = False
+  read: Callable[[], None] | None = None
+  is_read: bool = False
 
 
 class Warp:
@@ -233,9 +237,15 @@ class Block:
     """Returns the block's serial, or those of the blocks that the lanes of a mask belong to."""
     return self.serial
 
-  def begin_operation(self, run: Callable[[], None], text: str, after: Operation | None = None) -> Operation:
+  def begin_operation(
+    self,
+    run: Callable[[], None],
+    text: str,
+    after: Operation | None = None,
+    read: Callable[[], None] | None = None,
+  ) -> Operation:
     """Starts an asynchronous operation, which runs at any later time."""
-    operation = Operation(self._num_operations, run, text, after)
+    operation = Operation(self._num_operations, run, text, after, read=read)
     self._num_operations += 1
     self._operations.append(operation)
     return operation
@@ -244,12 +254,19 @@ class Block:
     """Returns the number that the next operation will have."""
     return self._num_operations
 
+  def finish_reading(self, operation: Operation) -> None:
+    """Lets an operation take its data now; it may put them anywhere later."""
+    if not operation.is_read and operation.read is not None:
+      operation.read()
+    operation.is_read = True
+
   def finish_operation(self, operation: Operation) -> None:
     """Runs an operation, and those before it, now."""
     if operation.is_done:
       return
     if operation.after is not None:
       self.finish_operation(operation.after)
+    self.finish_reading(operation)
     operation.is_done = True
     self._operations.remove(operation)
     try:

@@ -1,7 +1,8 @@
 """Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
 
-Blocks run one after another in any order, and may not read each other's writes. Not modelled are clusters, caches, weak
-order between warps in global memory, local memory, and time.
+Blocks run one after another in any order. They may not read each other's writes, unless an atomic addition with release
+and one with acquire order them. Not modelled are clusters, caches, weak order between warps in global memory, local
+memory, and time.
 """
 
 from __future__ import annotations

@@ -290,12 +290,12 @@ def _reduce(context: Context, instruction: PtxInstruction) -> Body:
 
 
 def _swap_memory(context: Context, instruction: PtxInstruction) -> Body:
-  """atom and red, lane by lane: in global memory other blocks may do the same."""
+  """atom and red, lane by lane: in global memory other blocks may do the same. Only acq_rel orders other accesses."""
   opcode, *modifiers, kind = instruction.name
-  words = [word for word in modifiers if word not in ("relaxed", "sys", "gpu", "cta", "noftz")]
+  words = [word for word in modifiers if word not in ("relaxed", "acq_rel", "sys", "gpu", "cta", "noftz")]
   if len(words) != 2 or words[0] != "global" or words[1] not in {*_REDUCED, "exch", "cas"} or kind not in KINDS:
     raise unknown_instruction(instruction)
-  how = words[1]
+  how, is_ordered = words[1], "acq_rel" in modifiers
   target = take_register(instruction.operands[0]) if opcode == "atom" else "_"
   where, *rest = instruction.operands[1 if opcode == "atom" else 0 :]
   at, dtype = context.fetch_address(where), KINDS[kind]
@@ -305,6 +305,8 @@ def _swap_memory(context: Context, instruction: PtxInstruction) -> Body:
     addresses, values = at(block, warp), [each(block, warp) for each in operands]
     old = np.zeros(len(mask), dtype)
     for lane in np.flatnonzero(mask).tolist():
+      if is_ordered:
+        block.serial = block.launch.memory.synchronize(int(addresses[lane]), block.serial)
       data = block.launch.memory.share(int(addresses[lane]), np.dtype(dtype).itemsize).view(dtype)
       old[lane] = before = data[0]
       if how == "cas":

@@ -11,6 +11,7 @@ import numpy as np
 _FIRST_ADDRESS = 0x7000_0000_0000
 _ALIGNMENT = 256  # as cudaMalloc
 _SHARED = -1  # the owner of bytes that atomic operations have changed
+_FIRST_SERIAL = 1 << 24  # of blocks that have synchronized; a grid has fewer
 _GAP = 1 << 20  # bytes between buffers, so that an address outside of one is in no other
 
 
@@ -26,7 +27,7 @@ class Buffer:
     name: for errors.
     address: of its first byte.
     data: uint8[bytes], a view of the array.
-    owner: int32[bytes]: the block that has written a byte, from 1; 0: none.
+    owner: int32[bytes]: the block that has written a byte, from 1; 0: none. See GlobalMemory.synchronize.
     slack: bytes behind the end that loads may touch.
   """
 
@@ -44,6 +45,9 @@ class GlobalMemory:
     self._buffers: list[Buffer] = []
     self._starts: list[int] = []
     self._next = _FIRST_ADDRESS
+    self._released: dict[int, set[int]] = {}  # address -> whose writes an addition there makes visible
+    self._visible: dict[int, set[int]] = {}  # serial -> others whose writes it may read
+    self._names: dict[int, int] = {}  # serial that `synchronize` gave -> the block's own
 
   def add_buffer(self, name: str, array: np.ndarray, skew: int = 0, pads: bool = False) -> Buffer:
     """Gives an array addresses. Kernels read and write the array itself.
@@ -112,12 +116,28 @@ class GlobalMemory:
     """Raises AccessError if a block reads what another one of this launch has written: blocks run in any order."""
     owner = buffer.owner[where]
     others = (owner != 0) & (owner != block)
+    if isinstance(block, int) and block in self._visible and others.any():
+      others &= ~np.isin(owner, list(self._visible[block]))
     if others.any():
-      reader = int(np.broadcast_to(block, owner.shape)[others][0])
-      writer = int(owner[others][0])
-      by = "an atomic operation" if writer == _SHARED else f"block {writer - 1}"
-      what = "an atomic operation" if reader == _SHARED else f"block {reader - 1}"
-      raise AccessError(f"{buffer.name}: {what} reads bytes that {by} has written")
+      reader = self._describe_owner(int(np.broadcast_to(block, owner.shape)[others][0]))
+      writer = self._describe_owner(int(owner[others][0]))
+      raise AccessError(f"{buffer.name}: {reader} reads bytes that {writer} has written")
+
+  def _describe_owner(self, serial: int) -> str:
+    return "an atomic operation" if serial == _SHARED else f"block {self._names.get(serial, serial) - 1}"
+
+  def synchronize(self, address: int, block: int) -> int:
+    """Releases a block's writes at an address, and acquires those that others have released there.
+
+    Returns:
+      The block's serial from now on. What it writes under this one is released by a later call only.
+    """
+    serial = _FIRST_SERIAL + len(self._names)
+    self._names[serial] = self._names.get(block, block)
+    released = self._released.setdefault(address, set())
+    released |= {block} | self._visible.get(block, set())
+    self._visible[serial] = set(released)
+    return serial
 
   def _take(
     self, addresses: np.ndarray, size: int, is_load: bool = False

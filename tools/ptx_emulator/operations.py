@@ -537,7 +537,7 @@ def _end_warp(context: Context, instruction: PtxInstruction) -> Execute:
     ends = group.mask & guard(block, warp)
     if warp.locked:
       raise KernelFault("the kernel ends before wgmma.wait_group")
-    if any(not operation.is_done for each in (*warp.committed, warp.uncommitted) for operation in each):
+    if any(not operation.is_read for each in (*warp.committed, warp.uncommitted) for operation in each):
       raise KernelFault("the kernel ends before its bulk copies have read shared memory (cp.async.bulk.wait_group)")
     group.mask = group.mask & ~ends
     group.pc += 1

@@ -302,7 +302,8 @@ def _write(qkv, cos, sin, kv, slots, *, tuning, interpret, wrong=""):
   if wrong == "slot":
     slots = jnp.where(slots > 0, slots + 1, 0)
   kv = kv.at[slots // page, :, :, slots % page].set(both)
-  return turned[:, :, :-1].transpose(1, 0, 2, 3).reshape(heads, -1, size), kv
+  queries = turned[:, :, :-1].transpose(1, 0, 2, 3).reshape(heads, -1, size)
+  return queries, kv, jnp.zeros((heads, tokens), jnp.int32)
 
 
 def _prefill(q, kv, tables, lens, starts, work, *, plan, tuning, interpret, scale, soft_cap, wrong=""):
@@ -333,8 +334,8 @@ def _prefill(q, kv, tables, lens, starts, work, *, plan, tuning, interpret, scal
   return out.astype(q.dtype)
 
 
-def _decode(q, kv, tables, lens, starts, work, out, **static):
-  del q, kv, tables, lens, starts, work, static
+def _decode(q, kv, tables, lens, starts, work, finished, out, **static):
+  del q, kv, tables, lens, starts, work, finished, static
   return out
 
 

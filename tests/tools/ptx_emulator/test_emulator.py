@@ -226,6 +226,72 @@ def test_a_block_that_reads_what_another_wrote_is_noticed():
     run(SUM.replace("[b]", "[a]"), [np.zeros(32, np.int32)], threads=32, grid=(2, 1, 1))
 
 
+# Each block copies 16 bytes to its place of a and counts; the last one adds up all places and writes b.
+LAST_BLOCK_SUMS = """
+  ld.param.b64 %rd1, [a];
+  ld.param.b64 %rd2, [b];
+  ld.param.b64 %rd3, [c];
+  mov.b64 %rd4, shmem;
+  cvt.u32.u64 %r1, %rd4;
+  mov.u32 %r2, %ctaid.x;
+  add.s32 %r3, %r2, 1;
+  st.shared.b32 [%r1], %r3;
+  fence.proxy.async.shared::cta;
+  mul.wide.u32 %rd5, %r2, 16;
+  add.s64 %rd6, %rd1, %rd5;
+  elect.sync %r90|%p1, -1;
+  {early}
+  @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd6], [%r1], 16;
+  cp.async.bulk.commit_group;
+  {wait}
+  {late}
+  shfl.sync.idx.b32 %r5, %r4, 0, 31, -1;
+  setp.ne.s32 %p2, %r5, 7;
+  @%p2 bra $END;
+  mov.b32 %r6, 0;
+  mov.b32 %r7, 0;
+$LOOP:
+  ld.global.b32 %r8, [%rd1];
+  add.s32 %r6, %r6, %r8;
+  add.s64 %rd1, %rd1, 16;
+  add.s32 %r7, %r7, 1;
+  setp.lt.s32 %p3, %r7, 8;
+  @%p3 bra $LOOP;
+  st.global.b32 [%rd2], %r6;
+$END:
+  cp.async.bulk.wait_group 0;
+"""
+COUNT = "mov.b32 %r4, 0; @%p1 atom.acq_rel.gpu.global.add.u32 %r4, [%rd3], 1;"
+
+
+def sum_in_the_last_block(seed: int, early: str = "", wait: str = "cp.async.bulk.wait_group 0;", late: str = COUNT):
+  out = np.zeros(1, np.int32)
+  body = LAST_BLOCK_SUMS.format(early=early, wait=wait, late=late)
+  run(body, [np.zeros(32, np.int32), out, np.zeros(1, np.int32)], seed, threads=32, grid=(8, 1, 1))
+  return int(out[0])
+
+
+def test_a_counter_orders_blocks():
+  assert {sum_in_the_last_block(seed) for seed in SEEDS} == {36}
+
+
+@pytest.mark.parametrize(
+  "parts",
+  [{"wait": "cp.async.bulk.wait_group.read 0;"}, {"wait": ""}, {"early": COUNT, "late": ""}],
+  ids=["waits_for_the_read_only", "does_not_wait", "counts_before_the_copy"],
+)
+def test_a_counter_does_not_order_what_has_not_ended(parts: dict):
+  """The sum may be right, since the copies may have ended; the order never is."""
+  faults = 0
+  for seed in SEEDS:
+    try:
+      sum_in_the_last_block(seed, **parts)
+    except KernelFault as fault:
+      assert "reads bytes that block" in str(fault)
+      faults += 1
+  assert faults >= len(SEEDS) // 2
+
+
 SHARE = """
   ld.param.b64 %rd2, [a];
   mov.b64 %rd1, shmem;
