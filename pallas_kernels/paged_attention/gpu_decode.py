@@ -172,7 +172,6 @@ def _count_part(counter, count_before) -> None:
   for its copies of the part, which the asynchronous proxy wrote.
   """
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
   def count(_, counter, count_before):
     i32 = ir.IntegerType.get_signless(32)
     mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
@@ -187,7 +186,8 @@ def _count_part(counter, count_before) -> None:
       memref.store(before, count_before, [])
     mosaic.warpgroup_barrier()
 
-  count(counter, count_before)
+  inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(count)
+  inlined(counter, count_before)
 
 
 def _decode_kernel(

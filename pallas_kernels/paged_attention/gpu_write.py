@@ -113,8 +113,8 @@ def rotate_and_write(
     interpret: plgpu.InterpretGPUParams to run on a CPU; None compiles for the GPU.
 
   Returns:
-    q, bf16[K, T * G, H], with query head g of token t at row t * G + g of a KV head; the buffer; and int32[K, T or
-    more], zeros, in which the decode kernel counts.
+    q, bf16[K, T * G, H], with query head g of token t at row t * G + g of a KV head; and the buffer. Third, zeros,
+    int32[K, T or more], in which the decode kernel counts.
   """
   num_tokens, heads, rows, head_dim = qkv.shape
   group = rows - 2

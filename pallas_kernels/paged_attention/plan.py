@@ -4,8 +4,8 @@ A step's kernels have a fixed grid and read their work from an int32 array that 
 contents change, so nothing recompiles. Rows of few queries (decode, speculation, a chunk's short tail) go to the decode
 kernel. It reads a row's keys once for all its queries and splits long rows over streaming multiprocessors (SMs;
 Flash-Decoding, https://pytorch.org/blog/flash-decoding). Other rows go to the prefill kernel in tiles of queries. A
-rung of no more tokens than rows is for decodes, and an empty launch costs it time: it has no prefill kernel, and the
-decode kernel takes its longer rows in items of 64 (query, head of the group) pairs.
+rung of no more tokens than rows is for decodes, and an empty launch costs it time, so it has no prefill kernel. There,
+the decode kernel takes longer rows in items of 64 (query, head of the group) pairs.
 
 A row's own length alone decides where the plan splits it, and the kernel sums its parts in order. So the bits of its
 result do not depend on the batch. The assignment of parts to SMs does: longest processing time first (R. L. Graham,

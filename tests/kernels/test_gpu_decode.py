@@ -8,6 +8,7 @@ Unused pages, positions past a row's end and the queries of padding hold NaN, as
 import dataclasses
 from pathlib import Path
 import types
+from typing import Any
 
 import jax
 from jax.experimental.mosaic.gpu import launch_context, utils
@@ -60,7 +61,7 @@ class Case:
     return Plan(self.spec.geometry, self.split_blocks, self.queries, self.sms, not self.alone)
 
 
-def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:
+def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes: Any) -> Case:
   """One KV head of 64, tables of 256 positions by default, and a few unused tokens and rows."""
   names = "queries", "sms", "pairs", "stages", "ahead", "alone"
   of_case = {key: changes.pop(key) for key in names if key in changes}
