@@ -39,6 +39,7 @@ ENTRIES = {
   "packed_matmul": "SluicePackedMatmul",
   "paged_attention": "SluicePagedAttend",
   "sampling": "SluiceSampling",
+  "zeros": "SluiceZeros",
 }
 _INCLUDE = re.compile(r'^#include "(pallas_kernels/[^"]+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")

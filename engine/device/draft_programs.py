@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from engine.device import kv_cache, sampler
 from engine.device.model_input import Column, Flag, ModelInput, StepLayout, take_back_rejected, unpack
-from engine.device.programs import Program, ProgramSpec, layer_key, step_options, zeros_program
+from engine.device.programs import Program, ProgramSpec, pool_programs, step_options
 from engine.device.sampler import Sampled
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
@@ -177,4 +177,4 @@ def draft_programs(
     ):
       results = spec.kv, spec.last_tokens, spec.whole(size, jnp.int32)
       programs[key] = Program(key, function, arguments, results, (1, 2), step_options(spec))
-  return programs | {layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv}
+  return programs | pool_programs(spec)

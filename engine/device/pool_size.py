@@ -10,8 +10,8 @@ from engine.errors import ConfigError
 
 # The shortest default length; Sluice rejects a pool that cannot hold it.
 _LEAST_LENGTH = 512
-# On a CPU the start writes every page of the pool, and other programs share the memory. So the default is at most half
-# of the free memory, and at most the largest of these bytes, one full sequence, and half of the weights.
+# On a CPU other programs share the memory, and the pool takes it as requests fill blocks. So the default is at most
+# half of the free memory, and at most the largest of these bytes, one full sequence, and half of the weights.
 CPU_KV_BYTES = 256 * 2**20
 
 

@@ -29,8 +29,10 @@ from models.adapters import adapter_specs, declare_adapters, layer_adapters
 from models.attention import AttentionMeta, PagedGroups, paged_attend
 from models.config import LayerAttention, ModelConfig
 from models.split import ModelSplit
+from pallas_kernels import native
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry, Plan
+from pallas_kernels.zeros.api import make_zeros
 
 # (A, B) of each linear layer by name, for each layer; see models.adapters.declare_adapters.
 AdapterLayers = tuple[dict[str, tuple[Any, Any]], ...]
@@ -438,6 +440,17 @@ def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
   return Program(f"zeros-{name}", fill, (), results, (), step_options(spec))
 
 
+def pool_programs(spec: ProgramSpec) -> dict[str, Program]:
+  """Returns the programs that allocate the layers' KV, by `layer_key`."""
+  device = spec.mesh.devices.flat[0]
+  implementation = native.choose_implementation("zeros", device.platform) if spec.mesh.size == 1 else "reference"
+  made = {}
+  for buffer in spec.kv:
+    fill = functools.partial(make_zeros, buffer.shape, buffer.dtype, implementation)
+    made[layer_key(buffer)] = Program(f"zeros-{layer_key(buffer)}", fill, (), buffer, (), step_options(spec))
+  return made
+
+
 def layer_key(buffer: jax.ShapeDtypeStruct) -> str:
   """Returns the name of the program that allocates a layer's KV, which layers of one shape share."""
   return "-".join(map(str, ("layer", *buffer.shape)))
@@ -454,6 +467,6 @@ def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShap
     }
   return steps | {
     **{name: lines_program(spec, name) for name in NUM_LINES},
-    **{layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv},
+    **pool_programs(spec),
     "slots": zeros_program(spec, "slots", spec.slot_state),
   }
