@@ -228,8 +228,11 @@ class Scheduler:
     may_join = bool(self._waiting and self._slots)
     # Steps that repeat cost the host less, so drafts must pay for leaving them.
     may_repeat = bool(self._steady.steps_left) and not may_join
-    has_drafts = self._speculation is not None and self._drafts.find_drafts(
-      self._speculation, self._num_steps, len(self._running), self._launched, may_repeat
+    speculation = self._speculation
+    has_drafts = (
+      speculation is not None
+      and speculation.next_look <= self._num_steps
+      and self._drafts.find_drafts(speculation, self._num_steps, len(self._running), self._launched, may_repeat)
     )
     planned = None
     if not (may_join or has_drafts):
@@ -240,11 +243,11 @@ class Scheduler:
       planned = self._plan_step(now)
       if planned is None:
         return None
-      if self._speculation is not None and not planned[0].num_drafts and (was_drafted or (has_drafts and may_repeat)):
-        self._speculation.costs.note_slow_step(planned[0].step)
+      if speculation is not None and not planned[0].num_drafts and (was_drafted or (has_drafts and may_repeat)):
+        speculation.costs.note_slow_step(planned[0].step)
     batch, rows = planned
-    if self._speculation is not None:
-      num_proposals = self._speculation.choose_proposals(batch, self._launched)
+    if speculation is not None and speculation.model is not None:
+      num_proposals = speculation.choose_proposals(batch, self._launched)
       if num_proposals:
         batch = dataclasses.replace(batch, num_proposals=num_proposals)
     self._num_steps += 1
@@ -649,7 +652,9 @@ class Scheduler:
     seconds = now - max(self._times.pop(batch.step), self._last_commit)
     self._last_commit = now
     if self._speculation is not None:
-      self._speculation.costs.note_step(batch, len(result.tokens), seconds, batch.step in self._behind_steps)
+      costs = self._speculation.costs
+      if batch.step >= costs.next_note or batch.num_drafts or batch.num_proposals:
+        costs.note_step(batch, len(result.tokens), seconds, batch.step in self._behind_steps)
     self._behind_steps.discard(batch.step)
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)

@@ -16,7 +16,10 @@ from engine.speculation.credit import DraftCredit
 from engine.speculation.draft_choice import DraftChoice, StepOption, add_caution, choose_drafts
 from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
-_PLAIN_STEPS_A_NOTE = 4  # steps without drafts, of which the time of one is noted, at 20 us right after a step
+# Of so many steps without drafts the time of one is noted, at 20 us right after a step: first this number, and twice as
+# many after each note, since the latest drafts.
+_LEAST_STEPS_A_NOTE = 4
+_MOST_STEPS_A_NOTE = 64
 _FIRST_NOTES = 64  # plain steps of which all are noted
 
 
@@ -47,7 +50,10 @@ class PlannedStep(NamedTuple):
 class DraftCosts:
   """The measured times of steps, and the choices that follow from them.
 
-  Attributes: credit: what drafts may still cost.
+  Attributes:
+    credit: what drafts may still cost.
+    plain_seconds: of the latest noted step without drafts; 0: of none.
+    next_note: steps before this one need no note_step, unless they have drafts or proposals.
   """
 
   def __init__(self, config: EngineConfig):
@@ -61,7 +67,11 @@ class DraftCosts:
     self._slowed_seconds = StepSeconds(ladder)  # of such steps that follow drafts, and so repeat no step
     # The same as the first two, of steps after which a draft model proposes.
     self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
-    self._num_plain = 0  # committed steps without drafts
+    self.plain_seconds = 0.0
+    self.next_note = 0
+    self._noted_step = -1
+    self._num_plain = 0  # steps without drafts up to the noted one
+    self._steps_a_note = 1  # plain steps for one note
     self._slowed_steps: set[int] = set()  # uncommitted; see note_slow_step
 
   # What is known.
@@ -179,9 +189,12 @@ class DraftCosts:
   def note_slow_step(self, step: int) -> None:
     """Notes that step `step` has no drafts, but does not repeat the one before because of drafts there or refused."""
     self._slowed_steps.add(step)
+    self.next_note = min(self.next_note, step)
 
   def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
-    """Learns from the time of a committed step. Steps without drafts that took longer for want of some are apart.
+    """Learns from the time of a committed step, and counts those before it that were not noted.
+
+    Steps without drafts that took longer for want of some are apart.
 
     Args:
       batch: the step.
@@ -189,20 +202,26 @@ class DraftCosts:
       seconds: from planning, or from the commit of the step before if that is later, to its commit.
       was_behind: the step was planned while the device computed another one.
     """
-    drafts, num_steps = batch.num_drafts, 1
+    drafts, num_steps = batch.num_drafts, batch.step - self._noted_step
+    self._noted_step = batch.step
     is_slowed = batch.step in self._slowed_steps
     self._slowed_steps.discard(batch.step)
     if not (drafts or is_slowed or batch.num_proposals):
-      self.credit.earn_steps(1)
-      self._num_plain += 1
-      if self._num_plain > _FIRST_NOTES:
-        if self._num_plain % _PLAIN_STEPS_A_NOTE:
-          return
-        num_steps = _PLAIN_STEPS_A_NOTE
+      self._note_plain(num_steps)
+      if self._num_plain >= _FIRST_NOTES:
+        self._steps_a_note = min(_MOST_STEPS_A_NOTE, max(_LEAST_STEPS_A_NOTE, 2 * self._steps_a_note))
+    else:
+      self._note_plain(num_steps - 1)
+      num_steps = 1
+      if self._num_plain >= _FIRST_NOTES:
+        self._steps_a_note = _LEAST_STEPS_A_NOTE
+    self.next_note = min(self._slowed_steps, default=batch.step + self._steps_a_note)
     num_drafted = len(drafts) - drafts.count(0)
     if batch.token_ids.count(()) + num_drafted != len(batch.slots):  # a prompt is in it
       return
-    if drafts or is_slowed or batch.num_proposals:
+    if not (drafts or is_slowed or batch.num_proposals):
+      self.plain_seconds = seconds
+    else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
       self._charge_step(len(batch.slots), num_tokens, seconds, has_next)
     # Without overlap, a plain step repeats; and with a constraint, it is planned alone in any case.
@@ -217,6 +236,11 @@ class DraftCosts:
       other.pass_steps(num_steps)
       other.scale_all(factor)
 
+  def _note_plain(self, num_steps: int) -> None:
+    """Counts steps without drafts."""
+    self._num_plain += num_steps
+    self.credit.earn_steps(num_steps)
+
   def _charge_step(self, num_rows: int, num_tokens: int, seconds: float, has_next: bool) -> None:
     base = (self._behind_seconds if has_next else self._alone_seconds).estimate_steps(num_rows, 0)[0]
     if base != UNKNOWN:
@@ -229,8 +253,9 @@ class DraftCosts:
     tables = {name: table.state() for name, table in self._tables().items()}
     return {
       **tables,
-      "credit": self.credit.steps,
-      "num_plain": self._num_plain,
+      "credit": [self.credit.steps, self.credit.look_steps],
+      "plain_seconds": self.plain_seconds,
+      "plain": [self._num_plain, self._noted_step, self._steps_a_note, self.next_note],
       "slowed_steps": sorted(self._slowed_steps),
     }
 
@@ -238,8 +263,10 @@ class DraftCosts:
     """Takes back what state() returned."""
     for name, table in self._tables().items():
       table.restore_state(state[name])
-    self.credit.steps = state["credit"]
-    self._num_plain, self._slowed_steps = state["num_plain"], set(state["slowed_steps"])
+    self.credit.steps, self.credit.look_steps = state["credit"]
+    self.plain_seconds = state["plain_seconds"]
+    self._num_plain, self._noted_step, self._steps_a_note, self.next_note = state["plain"]
+    self._slowed_steps = set(state["slowed_steps"])
 
   def _tables(self) -> dict[str, StepSeconds]:
     tables = {"alone": self._alone_seconds, "behind": self._behind_seconds, "slowed": self._slowed_seconds}

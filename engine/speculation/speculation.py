@@ -5,8 +5,9 @@ the device samples a token at each position with the request's own parameters, a
 sample before it. So this module decides about speed alone, and whatever fails here costs drafts only.
 
 Costs of trying stay small. A request whose drafts fail sleeps, for twice as many steps after each failure, and then is
-tried again. A sleeping request costs a step nothing. Of the others, a step looks at those whose latest drafts were
-accepted, and at a limited number of the rest in turn.
+tried again. One without a draft sleeps too, for up to _LONGEST_GAP steps, since a look takes as long for several new
+tokens as for one. A sleeping request costs a step nothing, and steps before `next_look` are not looked at. Of the other
+requests, a step looks at those whose latest drafts were accepted, and at a limited number of the rest in turn.
 
 Costs are bounded, too: see draft_costs.py, which knows what steps take, and credit.py.
 
@@ -47,6 +48,9 @@ _LONGEST_SLEEP = 256  # steps
 # A request whose drafts are accepted more often does not rest after failures: a step that costs the same with drafts
 # gains from few.
 _SLEEPLESS_RATE = 0.12
+# A request without a draft is looked at again after 1, 2, 4, ... steps. See credit.py for what looks cost.
+_LONGEST_GAP = 16
+_NEVER = 1 << 62  # a step
 _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.5 us each
 # After drafts that did not pay, the next 2, 4, 8, ... steps propose none, and in this many steps drafts that are as
 # unlikely are not considered.
@@ -80,20 +84,34 @@ class _Tracked:
     request: None after its finish.
     trials: of its drafts; see acceptance.py.
     num_failures: rows in a row without an accepted draft.
+    num_misses: looks in a row that found no draft.
     wakes_at: step at which it is looked at again, or AWAKE. Of a constrained request only the drafter's drafts rest.
+    is_tired: it sleeps after failures, and forgets half of its trials then.
     draft: the proposal for the next step.
     num_expected: rejected drafts before its row to which the proposal fits.
     rows: of each row with drafts in flight, in order, the source and `num_expected`.
     is_lost: the drafts in flight are known to be rejected.
   """
 
-  __slots__ = ("request", "trials", "num_failures", "wakes_at", "draft", "num_expected", "rows", "is_lost")
+  __slots__ = (
+    "draft",
+    "is_lost",
+    "is_tired",
+    "num_expected",
+    "num_failures",
+    "num_misses",
+    "request",
+    "rows",
+    "trials",
+    "wakes_at",
+  )
 
   def __init__(self, request: Request):
     self.request: Request | None = request
     self.trials: Trials = {}
-    self.num_failures = 0
+    self.num_failures = self.num_misses = 0
     self.wakes_at = AWAKE
+    self.is_tired = False
     self.draft = NO_DRAFT
     self.num_expected = 0
     self.rows: list[tuple[str, int]] = []
@@ -111,6 +129,7 @@ class Speculation:
     costs: chooses those that pay.
     model: takes what a draft model on the device proposed; None without one.
     waits: the next step waits for the drafts of the latest choose_counts.
+    next_look: steps before this one have no drafts, and need no find_drafts.
   """
 
   def __init__(self, config: EngineConfig):
@@ -123,8 +142,11 @@ class Speculation:
     self._num_proposals = config.num_proposals
     self._most_drafts = min(config.token_budgets[-1], config.max_num_seqs)  # and rows, of the largest rung
     self.waits = False
+    self.next_look = 0
+    self._no_looks_until = 0  # step before which the credit allows no looks
     self._tracked: dict[str, _Tracked] = {}
-    # A request is in one of these, or a drafter failed on it:
+    # A request is in one of these, or a drafter failed on it. Most short ones stay fresh: not tracked, never looked at.
+    self._fresh: dict[str, Request] = {}
     self._lively: dict[str, _Tracked] = {}  # with a constraint, or with accepted drafts in its latest row with drafts
     self._awake: OrderedDict[str, _Tracked] = OrderedDict()  # others, in the order in which steps look at them
     self._sleepers: list[tuple[int, int, _Tracked]] = []  # heap by step; the number makes entries differ
@@ -156,12 +178,20 @@ class Speculation:
 
   def add_request(self, request: Request) -> None:
     """Starts to watch a request, unless it is watched already or wants no drafts."""
-    if request.id not in self._tracked and request.speculation != "none":
+    if request.speculation == "none" or request.id in self._fresh or request.id in self._tracked:
+      return
+    if request.constraint is None and self.model is None:
+      self._fresh[request.id] = request
+      self.next_look = min(self.next_look, self._no_looks_until)
+    else:
       tracked = self._tracked[request.id] = _Tracked(request)
       (self._awake if request.constraint is None else self._lively)[request.id] = tracked
+      self.next_look = 0
 
   def end_request(self, request_id: str) -> None:
     """Drops all state of a request, known or not."""
+    if self._fresh.pop(request_id, None) is not None:
+      return
     tracked = self._tracked.pop(request_id, None)
     if tracked is None:
       return
@@ -172,10 +202,10 @@ class Speculation:
     except Exception:
       self._note_error(request_id)
 
-  def _sleep(self, tracked: _Tracked, until: int) -> None:
+  def _sleep(self, tracked: _Tracked, until: int, is_tired: bool = True) -> None:
     """Lets a request rest until step `until`."""
     if tracked.request is not None:
-      tracked.wakes_at = until
+      tracked.wakes_at, tracked.is_tired = until, is_tired
       self._set_aside(tracked.request.id)
       self._num_sleeps += 1
       heapq.heappush(self._sleepers, (until, self._num_sleeps, tracked))
@@ -183,10 +213,11 @@ class Speculation:
   def _wake_requests(self, step: int) -> None:
     sleepers = self._sleepers
     while sleepers and sleepers[0][0] <= step:
-      _, _, tracked = heapq.heappop(sleepers)
-      if tracked.request is not None:
+      until, _, tracked = heapq.heappop(sleepers)
+      if tracked.request is not None and tracked.wakes_at == until:
         tracked.wakes_at = AWAKE
-        forget_half(tracked.trials)
+        if tracked.is_tired:
+          forget_half(tracked.trials)
         self._awake[tracked.request.id] = tracked
 
   def _note_error(self, request_id: str) -> None:
@@ -204,36 +235,56 @@ class Speculation:
 
   # Planning.
 
+  @property
+  def _may_look(self) -> bool:
+    """Whether the next step may look at requests without accepted drafts. A draft model's proposals need no search."""
+    return self.model is not None or self.costs.credit.allows_looks
+
   def _take_turns(self) -> list[tuple[str, _Tracked]]:
     """Returns the requests that the next step looks at."""
-    awake = self._awake
-    looks = [*self._lively.items(), *itertools.islice(awake.items(), _MOST_LOOKS)]
-    if len(awake) > _MOST_LOOKS:
-      for request_id, _ in looks[-_MOST_LOOKS:]:
-        awake.move_to_end(request_id)
+    looks = [*self._lively.items()]
+    if not self._may_look:
+      return looks
+    awake, fresh = self._awake, self._fresh
+    while fresh and len(awake) < _MOST_LOOKS:
+      request_id = next(iter(fresh))
+      awake[request_id] = self._tracked[request_id] = _Tracked(fresh.pop(request_id))
+    if awake:
+      some = list(itertools.islice(awake.items(), _MOST_LOOKS))
+      looks += some
+      if len(awake) > _MOST_LOOKS:
+        for request_id, _ in some:
+          awake.move_to_end(request_id)
     return looks
 
   def find_drafts(self, step: int) -> bool:
     """Makes the proposals for step `step`; returns whether a request has one that may pay."""
+    self.skip_drafts()
+    self._step = step
+    credit = self.costs.credit
+    if step < self._pause_until or not credit.allows_drafts:
+      self.next_look = self._pause_until if step < self._pause_until else step + _LONGEST_GAP
+      return False
     if self._sleepers:
       self._wake_requests(step)
     found: dict[str, _Tracked] = {}
-    self.skip_drafts()
-    self._proposing = found
-    self._step = step
-    if step < self._pause_until or not self.costs.credit.allows_drafts:
-      return False
     least = self._least_rate = self._declined_rate if step < self._declined_until else 0.0
     drafter, most = self.drafter, self._most + 1  # the first token may stand for one in flight
-    for request_id, tracked in self._take_turns():
+    num_lively = len(self._lively)
+    looks = self._take_turns()
+    num_tokens = 0
+    for number, (request_id, tracked) in enumerate(looks):
       request = tracked.request
       if request is None or request.slot < 0 or (request.num_drafts and request.constraint is not None):
         continue
       try:
+        num_indexed = drafter.num_indexed(request_id)
         draft = drafter.propose(request, most + request.num_drafts) if drafter.update(request) else NO_DRAFT
+        num_new = drafter.num_indexed(request_id) - num_indexed
       except Exception:  # it may cost drafts only
         self._note_error(request_id)
         continue
+      num_tokens += num_new if number >= num_lively else 0
       if request.constraint is not None:
         if not request.num_in_flight and isinstance(request.constraint, DraftingConstraint):
           tracked.draft = draft
@@ -241,7 +292,33 @@ class Speculation:
       elif draft.tokens and (not least or self._estimate_rate(tracked, draft.source) > least):
         tracked.draft = draft
         found[request_id] = tracked
+      else:
+        self._note_miss(tracked, request, step)
+    if len(looks) > num_lively and self.model is None:
+      credit.charge_look(len(looks) - num_lively, num_tokens, self.costs.plain_seconds)
+    self._proposing = found
+    self.next_look = self._find_next_look(step)
     return bool(found)
+
+  def _find_next_look(self, step: int) -> int:
+    """Returns the next step to look at after step `step`."""
+    credit = self.costs.credit
+    if not self._may_look:  # the credit grows with each noted step
+      self._no_looks_until = max(step + credit.steps_to_look, self.costs.next_note + 2)
+    if self._proposing or self._lively:
+      return step + 1
+    if self._awake or self._fresh:
+      return max(step + 1, self._no_looks_until)
+    return max(self._sleepers[0][0], self._no_looks_until) if self._sleepers else _NEVER
+
+  def _note_miss(self, tracked: _Tracked, request: Request, step: int) -> None:
+    """Notes a look that found no draft that may pay. The more in a row, the longer the request rests."""
+    if self.model is not None or tracked.rows or self.drafter.num_indexed(request.id) < request.num_prompt_tokens:
+      return  # a proposal of a model ages, drafts in flight may succeed, a long prompt takes several updates
+    gap = min(_LONGEST_GAP, 1 << tracked.num_misses)
+    tracked.num_misses += 1
+    if gap > 1:
+      self._sleep(tracked, step + gap, is_tired=False)
 
   def may_pay(self, planned: PlannedStep, num_unknown: int) -> bool:
     """Returns whether drafts would pay in a step of decodes without constraints. If not, the step gets none.
@@ -438,13 +515,14 @@ class Speculation:
     tracked = self._tracked.get(request.id)
     if tracked is None:
       return
+    self.next_look = 0
     source, num_expected = tracked.rows.pop(0)
     tracked.is_lost = bool(tracked.rows) and tracked.rows[0][1] != num_drafts - num_accepted
     if num_expected != num_before:
       return
     self._rates.note_row(tracked.trials, source, num_drafts, num_accepted)
     if num_accepted:
-      tracked.num_failures = 0
+      tracked.num_failures = tracked.num_misses = 0
       if self._awake.pop(request.id, None):
         self._lively[request.id] = tracked
       return
@@ -467,11 +545,14 @@ class Speculation:
       "rates": self._rates.state(),
       "costs": self.costs.state(),
       **self._model_state(),
+      "next_look": [self.next_look, self._no_looks_until],
       "declined": [self._declined_rate, self._declined_until, self._num_declines, self._pause_until],
       "requests": {
         name: {
           "trials": {source: list(totals) for source, totals in tracked.trials.items()},
           "num_failures": tracked.num_failures,
+          "num_misses": tracked.num_misses,
+          "is_tired": tracked.is_tired,
           "wakes_at": tracked.wakes_at,
           "num_expected": tracked.num_expected,
           "rows": [list(row) for row in tracked.rows],
@@ -480,9 +561,12 @@ class Speculation:
         }
         for name, tracked in self._tracked.items()
       },
+      "fresh": list(self._fresh),
       "lively": list(self._lively),
       "awake": list(self._awake),
-      "sleepers": [[until, each.request.id] for until, _, each in sorted(self._sleepers) if each.request is not None],
+      "sleepers": [
+        [until, each.request.id] for until, _, each in sorted(self._sleepers) if each.request and each.wakes_at == until
+      ],
     }
 
   def _model_state(self) -> dict[str, Any]:
@@ -505,10 +589,13 @@ class Speculation:
       tracked = self._tracked[name] = _Tracked(requests[name])
       tracked.trials = {source: list(totals) for source, totals in values["trials"].items()}
       tracked.num_failures, tracked.num_expected = values["num_failures"], values["num_expected"]
+      tracked.num_misses, tracked.is_tired = values["num_misses"], values["is_tired"]
       tracked.rows, tracked.is_lost = [(source, count) for source, count in values["rows"]], values["is_lost"]
       tracked.wakes_at = values["wakes_at"]
       self.drafter.restore_index(requests[name], values["num_indexed"])
     self._lively = {name: self._tracked[name] for name in state["lively"]}
     self._awake = OrderedDict((name, self._tracked[name]) for name in state["awake"])
     for until, name in state["sleepers"]:
-      self._sleep(self._tracked[name], until)
+      self._sleep(self._tracked[name], until, self._tracked[name].is_tired)
+    self.next_look, self._no_looks_until = state["next_look"]
+    self._fresh = {name: requests[name] for name in state["fresh"]}

@@ -1,26 +1,39 @@
 """Compares an engine with speculation and one without on one text at a time; prints a JSON line for each kind of text.
 
-  python -m tools.bench.speculative_texts [--speculation=auto] [--turns=9] [--requests=10]
+  python -m tools.bench.speculative_texts [--speculation=auto] [--turns=9] [--requests=10] [--rows=1]
 
-Both engines serve the demo model in this process, in turns, a request at a time and greedily. The kinds are those of
-the model's skills (stories, copies, reversals, JSON, recall), JSON under a schema (`schema`), and a story that the
-prompt holds twice and begins again (`repeat`). `ratio` is the median over turns of the output tokens a second with
-speculation over those without, and `quartiles` are around it. `tokens_per_step` counts those of the drafted engine. All
-outputs must be the same.
+Both engines serve the demo model on this thread, greedily. The kinds are those of the model's skills (stories, copies,
+reversals, JSON, recall), JSON under a schema (`schema`), and a story that the prompt holds twice and begins again
+(`repeat`). Each group of `rows` requests is served three times in a row: with speculation, without, and without again,
+in changing order, so that other work on the machine meets all three. All outputs must be the same.
+
+  ratio       seconds without speculation over those with it: for each group the median over turns, summed over groups
+  quartiles   of the ratios of single groups and turns
+  same        the same two figures of both servings without speculation: what differs from 1 there is noise
+  least       the ratio of the fastest servings of each group, which other work delays least
+  host_us     the engine thread's processor time for an output token, without and with speculation; medians over turns
+  tokens_per_step, drafts, accepted   of the engine with speculation
 """
 
 from collections.abc import Sequence
 import json
+import pathlib
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from engine.device.build import Built, build_engine
+from engine.device.options import BuildOptions
 from engine.errors import EngineError
-from engine.settings import SPECULATION
-from extensions.python_api.llm import LLM
-from extensions.python_api.sampling_params import SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.settings import SPECULATION, UNBOUNDED_QUEUE
+from server.proto import sluice_pb2 as pb
+from server.text.constraint_compiler import ConstraintCompiler, OutputGrammar
+from server.text.tokenizer import load_tokenizer
 from tools.arguments import CommandParser, positive_int
 from tools.demo_model.measure_draft import KINDS, make_messages
 from tools.demo_model.train import chat_ids
@@ -28,6 +41,7 @@ from tools.make_random_model import find_bench_model
 from tools.measure import commit, machine
 
 _OUTPUT = 96
+_LONGEST = 512  # tokens of a prompt and its output
 _BEGUN = 12  # tokens of the third copy of a story
 _SCHEMA = {
   "type": "object",
@@ -43,75 +57,146 @@ _SCHEMA = {
 }
 
 
-def make_prompts(llm: LLM, kind: str, count: int) -> list[list[int]]:
+class _TextServing(NamedTuple):
+  """Attributes: outputs: tokens of each request; host_s: processor time of the engine's thread."""
+
+  outputs: list[tuple[int, ...]]
+  seconds: float
+  host_s: float
+
+
+def serve(
+  built: Built, name: str, prompts: list[list[int]], ignores_eos: bool, grammar: OutputGrammar | None
+) -> _TextServing:
+  """Serves the prompts together, from submission to the last token."""
+  params = SamplingParams(max_tokens=_OUTPUT, temperature=0.0, ignore_eos=ignores_eos)
+  requests = [
+    Request(f"{name}-{row}", prompt, params, constraint=None if grammar is None else grammar.copy())
+    for row, prompt in enumerate(prompts)
+  ]
+  began, host = time.perf_counter(), time.thread_time()
+  for request in requests:
+    built.engine.submit(request)
+  while built.engine.num_live:
+    built.engine.step()
+  host, seconds = time.thread_time() - host, time.perf_counter() - began
+  return _TextServing([tuple(request.output_token_ids) for request in requests], seconds, host)
+
+
+def make_prompts(plain: Built, tokenizer: Tokenizer, kind: str, count: int) -> list[list[int]]:
   """Returns token ids of `count` prompts of a kind."""
   source = {"schema": "json", "repeat": "story"}.get(kind, kind)
-  tokenizer = Tokenizer.from_file(str(find_bench_model("demo")[0] / "tokenizer.json"))
   prompts = [chat_ids(tokenizer, messages) for messages in make_messages(source, count)]
   if kind != "repeat":
     return prompts
-  wanted = SamplingParams(max_tokens=_OUTPUT, temperature=0.0)
-  stories = [output.outputs[0].token_ids for output in llm.generate(prompts, wanted, progress=False)]
+  stories = [serve(plain, f"story-{each}", [prompt], False, None).outputs[0] for each, prompt in enumerate(prompts)]
   return [[*prompt, *story, *story, *story[:_BEGUN]] for prompt, story in zip(prompts, stories, strict=True)]
 
 
-def measure_kind(plain: LLM, drafted: LLM, kind: str, requests: int, turns: int) -> dict[str, object]:
+def measure_kind(
+  plain: Built, drafted: Built, kind: str, groups: list[list[list[int]]], turns: int, grammar: OutputGrammar | None
+) -> dict[str, object]:
   """Returns the figures of a kind; raises AssertionError if an output differs."""
-  prompts = make_prompts(plain, kind, requests)
-  wanted = SamplingParams(
-    max_tokens=_OUTPUT, temperature=0.0, json_schema=_SCHEMA if kind == "schema" else None, ignore_eos=kind == "repeat"
-  )
-  ratios, steps, tokens = [], 0, 0
+  names = ("drafted", "plain", "again")
+  servings: dict[str, list[list[_TextServing]]] = {name: [[] for _ in groups] for name in names}
+  before = drafted.engine.stats()
   for turn in range(turns + 1):
-    seconds, outputs = {}, {}
-    for llm in (plain, drafted) if turn % 2 else (drafted, plain):
-      before, began = llm.engine.stats().num_steps, time.perf_counter()
-      outputs[llm] = [
-        tuple(llm.generate([prompt], wanted, progress=False)[0].outputs[0].token_ids) for prompt in prompts
-      ]
-      seconds[llm] = time.perf_counter() - began
-      if llm is drafted and turn:
-        steps += llm.engine.stats().num_steps - before
-        tokens += sum(map(len, outputs[llm]))
-    if outputs[plain] != outputs[drafted]:
-      raise AssertionError("drafts changed an output")
-    if turn:  # the first one warms up
-      ratios.append(seconds[plain] / seconds[drafted])
-  ratios.sort()
+    if turn == 1:  # the first one warms up
+      before = drafted.engine.stats()
+    for index, prompts in enumerate(groups):
+      first = (turn + index) % 3
+      found = {
+        name: serve(
+          drafted if name == "drafted" else plain, f"{kind}-{turn}-{index}-{name}", prompts, kind == "repeat", grammar
+        )
+        for name in (*names[first:], *names[:first])
+      }
+      if any(each.outputs != found["plain"].outputs for each in found.values()):
+        raise AssertionError("drafts changed an output")
+      if turn:
+        for name, served in found.items():
+          servings[name][index].append(served)
+  after = drafted.engine.stats()
+  tokens = sum(len(output) for each in servings["plain"] for output in each[0].outputs)
+  medians = {name: sum(statistics.median(s.seconds for s in each) for each in servings[name]) for name in names}
+  least = {name: sum(min(s.seconds for s in each) for each in servings[name]) for name in names}
+  host = {name: statistics.median(map(sum, _by_turn(servings[name]))) for name in names}
   return {
     "kind": kind,
-    "ratio": round(statistics.median(ratios), 3),
-    "quartiles": [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)],
-    "tokens": tokens // turns,
-    "tokens_per_step": round(tokens / steps, 2),
+    "ratio": round(medians["plain"] / medians["drafted"], 3),
+    "quartiles": _find_quartiles(servings["plain"], servings["drafted"]),
+    "same": [round(medians["plain"] / medians["again"], 3), *_find_quartiles(servings["plain"], servings["again"])],
+    "least": round(least["plain"] / least["drafted"], 3),
+    "host_us": [round(1e6 * host[name] / tokens, 1) for name in ("plain", "drafted")],
+    "tokens": tokens,
+    "tokens_per_step": round(turns * tokens / (after.num_steps - before.num_steps), 2),
+    "drafts": after.drafts.tokens - before.drafts.tokens,
+    "accepted": after.drafts.accepted - before.drafts.accepted,
   }
+
+
+def _by_turn(servings: list[list[_TextServing]]) -> list[list[float]]:
+  """Returns the processor times of each turn's servings."""
+  return [[served.host_s for served in turn] for turn in zip(*servings, strict=True)]
+
+
+def _find_quartiles(some: list[list[_TextServing]], others: list[list[_TextServing]]) -> list[float]:
+  """Returns the quartiles of the ratios of seconds, pair by pair."""
+  ratios = sorted(
+    one.seconds / other.seconds
+    for ones, twos in zip(some, others, strict=True)
+    for one, other in zip(ones, twos, strict=True)
+  )
+  return [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
+
+
+def _build(model: pathlib.Path, speculation: str, overlap: str) -> Built:
+  options = BuildOptions(
+    str(model),
+    max_model_len=_LONGEST,
+    max_num_seqs=64,
+    num_blocks=64 * _LONGEST // 16,
+    block_size=16,
+    overlap=overlap,
+    speculation=speculation,
+    prefix_cache_scope="off",
+    **UNBOUNDED_QUEUE,
+  )
+  return build_engine(options, lambda *_: None, lambda _: None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   parser = CommandParser("bench_speculative_texts", __doc__)
-  choices = [kind for kind in SPECULATION if kind != "none"]
+  choices = [kind for kind in SPECULATION if kind not in ("none", "draft")]
   parser.add_argument("--speculation", default="auto", choices=choices, help="of the drafted engine")
   parser.add_argument("--kinds", default=",".join((*KINDS, "schema", "repeat")), help="kinds of text")
   parser.add_argument("--requests", type=positive_int, default=10, help="texts of each kind")
+  parser.add_argument("--rows", type=positive_int, default=1, help="texts that are served together, at most 64")
   parser.add_argument("--turns", type=positive_int, default=9, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="auto", choices=("auto", "true", "false"), help="see the server's flag")
   args = parser.parse_args(argv)
   kinds = args.kinds.split(",")
   if unknown := set(kinds) - {*KINDS, "schema", "repeat"}:
     parser.error(f"--kinds: {', '.join(sorted(unknown))} is not one of {', '.join((*KINDS, 'schema', 'repeat'))}")
+  if args.rows > 64:
+    parser.error(f"--rows={args.rows} is above 64, the sequences that run at once; lower it")
   model, _ = find_bench_model("demo")
-  settings = {"max_num_seqs": 8, "max_model_len": 512, "prefix_cache_scope": "off", "overlap": args.overlap}
-  print(
-    json.dumps({"machine": machine(), "commit": commit(), "speculation": args.speculation, "overlap": args.overlap})
-  )
+  chosen = {key: getattr(args, key) for key in ("speculation", "overlap", "rows")}
+  print(json.dumps({"machine": machine(), "commit": commit()} | chosen))
   try:
-    with (
-      LLM(str(model), progress=False, speculation="none", **settings) as plain,
-      LLM(str(model), progress=False, speculation=args.speculation, **settings) as drafted,
-    ):
-      for kind in kinds:
-        print(json.dumps(measure_kind(plain, drafted, kind, args.requests, args.turns)), flush=True)
+    plain, drafted = (_build(model, speculation, args.overlap) for speculation in ("none", args.speculation))
+    loaded = load_tokenizer(model, max_prompt_bytes=1 << 20)
+    assert loaded is not None, "the demo model has a tokenizer"
+    config = plain.config
+    compiler = ConstraintCompiler(loaded, config.vocab_size, config.eos_token_ids)
+    grammar = compiler.compile(pb.OutputConstraint(json_schema=json.dumps(_SCHEMA)))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    for kind in kinds:
+      prompts = make_prompts(plain, tokenizer, kind, args.requests)
+      groups = [prompts[first : first + args.rows] for first in range(0, len(prompts), args.rows)]
+      found = measure_kind(plain, drafted, kind, groups, args.turns, grammar if kind == "schema" else None)
+      print(json.dumps(found), flush=True)
   except EngineError as error:
     return parser.failed(error)
   return 0

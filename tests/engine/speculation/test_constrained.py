@@ -213,8 +213,8 @@ def test_a_trace_replays_with_drafts_of_constraints(overlap: bool, tmp_path, mon
   engine.stop_trace()
   engine.step()
   lines = [json.loads(line) for line in path.read_text().splitlines()]
-  assert sum(bool(line.get("drafts")) for line in lines) > 3
-  assert sum(bool((line.get("batch") or {}).get("num_drafts")) for line in lines) > 3
+  assert sum(bool(line.get("drafts")) for line in lines) > 2
+  assert sum(bool((line.get("batch") or {}).get("num_drafts")) for line in lines) > 0
   assert replay.main([str(path)]) == 0
 
 

@@ -164,7 +164,7 @@ def test_a_text_that_no_draft_foresees_sleeps(overlap: bool):
   config = dataclasses.replace(CONFIG, overlap=overlap)
   rng = random.Random(1)
   # What follows 5, 6 is new each time.
-  answer = [token for number in range(90) for token in (5, 6, *range(10 + 8 * number, 18 + 8 * number))]
+  answer = [token for number in range(180) for token in (5, 6, *range(10 + 3 * number, 13 + 3 * number))]
   script = Script(config, {"a": ([rng.randrange(800, 1000) for _ in range(20)], answer)}, flat).run()
   tries = [batch.step for batch in script.batches if batch.num_drafts]
   late = [step for step in tries if step > 300]
