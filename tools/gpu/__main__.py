@@ -56,9 +56,19 @@ import sys
 import time
 from typing import Any
 
+from engine.errors import ConfigError
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.gpu import engine, sweep
-from tools.gpu.device_run import SMOKE_PATIENCE_S, SMOKE_SHARE, DeviceRun, describe_card, finish, open_run, share_out
+from tools.gpu.device_run import (
+  SMOKE_PATIENCE_S,
+  SMOKE_SHARE,
+  DeviceRun,
+  card_bytes,
+  describe_card,
+  finish,
+  open_run,
+  share_out,
+)
 from tools.gpu.protocol import Job
 from tools.measure import ROOT, commit
 
@@ -191,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--attention", default="", help="engine: attention implementation, instead of the platform's own")
   parser.add_argument(
-    "--num_blocks", type=positive_int, help="engine: blocks of 64 tokens offline, for a card with less memory"
+    "--num_blocks", type=positive_int, help="engine: blocks of 64 tokens offline, instead of what the card holds"
   )
   parser.add_argument("--torch_python", default=sys.executable, help="engine: a Python with torch and transformers")
   parser.add_argument("--merge", type=pathlib.Path, help="put this tuning.json into tuning.py, and do nothing else")
@@ -213,8 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.dry_run == "compile":
       return compile_engine(stages, args.out)
     sizes = engine.TINY if args.dry_run else engine.Sizes()
-    if args.num_blocks:
-      sizes = dataclasses.replace(sizes, blocks=args.num_blocks)
+    try:
+      blocks = args.num_blocks or (sizes.blocks if args.dry_run else engine.fit_blocks(card_bytes()))
+    except ConfigError as error:
+      return parser.failed(error)
+    sizes = dataclasses.replace(sizes, blocks=blocks)
     if args.attention:
       sizes = dataclasses.replace(sizes, engine=(*sizes.engine, f"--attention={args.attention}"))
     deadline = time.monotonic() + 60 * args.minutes

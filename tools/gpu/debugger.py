@@ -6,6 +6,7 @@ the program counters of its threads. It must be allowed to trace the process, se
 
 import contextlib
 import ctypes
+import math
 import os
 import pathlib
 import shutil
@@ -33,12 +34,13 @@ def find_debugger() -> str | None:
   return shutil.which("cuda-gdb", path=os.pathsep.join([os.environ.get("PATH", ""), *paths]))
 
 
-def list_counters(pid: int, kept: pathlib.Path) -> list[str]:
+def list_counters(pid: int, kept: pathlib.Path, most_s: float = math.inf) -> list[str]:
   """Returns lines with the kernels, warps and program counters of a process that hangs.
 
   Args:
     pid: the process; it goes on afterwards.
     kept: file to which the debugger's whole output is added.
+    most_s: limit of the seconds, besides the debugger's own.
   """
   found = find_debugger()
   if not found:
@@ -55,14 +57,14 @@ def list_counters(pid: int, kept: pathlib.Path) -> list[str]:
     errors="replace",
     start_new_session=True,
   )
-  late = []
+  late, limit_s = [], min(_LIMIT_S, most_s)
   try:
-    output, _ = process.communicate(timeout=_LIMIT_S)
+    output, _ = process.communicate(timeout=limit_s)
   except subprocess.TimeoutExpired:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
-    late = [f"cuda-gdb did not end in {_LIMIT_S:.0f} s"]
+    late = [f"cuda-gdb did not end in {limit_s:.0f} s"]
   with open(kept, "a", encoding="utf-8") as file:
     file.write(f"== process {pid}: {' '.join(command)}\n{output}\n")
   lines = [line.rstrip() for line in output.splitlines() if line.strip() and not line.lstrip().startswith(_NOISE)]

@@ -30,11 +30,21 @@ SMOKE_SHARE = 0.6  # of the time, if kernels hang: nothing else is worth as much
 # Seconds without a sign of life after which a job of the smoke stage hangs; interpreted kernels are slow.
 SMOKE_PATIENCE_S = {"device": 20.0, "interpret": 300.0, "emulate": 900.0, "compile": 600.0}
 _MOST_EXAMINED = 4  # jobs to which the debugger is attached
+_LEAST_EXAMINING_S = 10.0  # seconds left, without which it is not
 
 
 def describe_card() -> str:
   """Returns nvidia-smi's report of the card, or the reason why there is none."""
-  query = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+  return _query_card("name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu")
+
+
+def card_bytes() -> int | None:
+  """Returns the bytes of the first card's memory; None if nvidia-smi does not say."""
+  found = re.match(r"(\d+) MiB", _query_card("memory.total"))
+  return int(found.group(1)) * 2**20 if found else None
+
+
+def _query_card(query: str) -> str:
   if not shutil.which("nvidia-smi"):
     return "no nvidia-smi"
   command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -103,9 +113,10 @@ class DeviceRun:
   def _examine(self, pid: int) -> list[str]:
     """Returns a debugger's lines about a process that hangs."""
     self._examined += 1
-    if self._examined > _MOST_EXAMINED:
+    left = self.started + self.seconds - time.monotonic()
+    if self._examined > _MOST_EXAMINED or left < _LEAST_EXAMINING_S:
       return []
-    return debugger.list_counters(pid, self.out / "hangs.txt")
+    return debugger.list_counters(pid, self.out / "hangs.txt", left)
 
   def close(self) -> None:
     """Ends the workers."""
@@ -137,8 +148,13 @@ class DeviceRun:
       patience_s: seconds without an event after which a job hangs; None: by the mode.
     """
     jobs = [job for job in jobs if self.match.search(report.describe(job))]
+    job_s = 0.0  # seconds a job of the last batch
     while jobs:
-      batch, jobs = jobs[:_BATCH], jobs[_BATCH:]
+      started = time.monotonic()
+      # What a batch has compiled and not yet run when the time ends is lost, so the last batches are smaller.
+      left = self.started + self.seconds - started
+      size = max(1, min(_BATCH, int(left / job_s))) if job_s else _BATCH
+      batch, jobs = jobs[:size], jobs[size:]
       skipped = {n: why for n, job in enumerate(batch) if (why := self.losses.why_skip(job))}
       for record in ({"job": batch[n], "ok": False, "error": why} for n, why in skipped.items()):
         yield self._keep(record)
@@ -150,6 +166,7 @@ class DeviceRun:
         if record.get("lost"):  # what is left of the batch may use the same kernel
           break
       jobs = [job for job in batch if job not in done] + jobs
+      job_s = (time.monotonic() - started) / max(1, len(done))
 
   def do_twice(self, jobs: Sequence[Job], share: float, patience_s: float) -> Generator[Record]:
     """As `do`; a job that cost its process runs once more, because what costs two is not run again."""

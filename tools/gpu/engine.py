@@ -32,6 +32,11 @@ BUFFERS = {
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
+_CARD_SHARE = 0.95  # of the memory, as the engine takes it
+_BIG_BYTES = 16_100_000_000  # weights of `BIG`
+_OTHER_BYTES = 5 * 2**30  # activations and XLA's temporaries
+_BLOCK_BYTES, _BLOCKS_STEP, _MOST_BLOCKS = 2**23, 256, 8192  # of `BIG`, 64 tokens a block
+_POOL_BLOCKS = 1100  # of the other stages: 64 rows of 1,024
 _FEW_RUNGS = "8,16,32,64,128,256,384,512"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # never wait for an unreachable hub
 
@@ -83,13 +88,42 @@ class Sizes:
   chunk: int = 512
   prefill: str = "128,512"
   some: int = 64
-  blocks: int = 8192  # blocks of 64 tokens: 256 rows of 2,048, 64 GiB
+  blocks: int | None = _MOST_BLOCKS  # blocks of 64 tokens: 256 rows of 2,048, 64 GiB
   seconds: float = 1.0
   device: str = "cuda"
   dtype: str = "bfloat16"
   engine: tuple[str, ...] = ("--max_model_len=2048",)  # a model may have 131,072, and a row's table as many blocks
   # 64 rows of 1,024, and fewer rungs than a GPU's own ladder, whose programs take minutes to compile.
-  pool: tuple[str, ...] = ("--num_blocks=1100", "--block_size=64", f"--token_budgets={_FEW_RUNGS}", "--max_num_seqs=64")
+  pool: tuple[str, ...] = (
+    f"--num_blocks={_POOL_BLOCKS}",
+    "--block_size=64",
+    f"--token_budgets={_FEW_RUNGS}",
+    "--max_num_seqs=64",
+  )
+
+
+def fit_blocks(card_bytes: int | None) -> int | None:
+  """Returns the blocks of the offline stages' pool for a card's memory, at most 64 GiB.
+
+  Depends on the card alone, so that all stages share their compiled programs.
+
+  Args:
+    card_bytes: the card's memory; None if it is unknown, and then the engine chooses the pool.
+
+  Raises:
+    ConfigError: the card does not hold the weights of the largest shape.
+  """
+  if card_bytes is None:
+    return None
+  left = int(_CARD_SHARE * card_bytes) - _BIG_BYTES - _OTHER_BYTES
+  blocks = min(_MOST_BLOCKS, left // _BLOCK_BYTES // _BLOCKS_STEP * _BLOCKS_STEP)
+  if blocks < _POOL_BLOCKS:
+    raise ConfigError(
+      f"a card of {card_bytes / 2**30:.0f} GiB is too small for the engine's stages: {BIG} in bfloat16 and its KV need "
+      f"{(_BIG_BYTES + _OTHER_BYTES + _POOL_BLOCKS * _BLOCK_BYTES) / _CARD_SHARE / 2**30:.0f} GiB; run the stages of "
+      "the kernels"
+    )
+  return blocks
 
 
 TINY = Sizes(
@@ -138,7 +172,7 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
     return engine(name, big, limit_s, *sizes.pool, *rungs, *words, **settings)
 
   ladder = f"--max_num_seqs={sizes.rows}", f"--token_budgets={sizes.budgets}", f"--prefill_chunk={sizes.chunk}"
-  ladder += (f"--num_blocks={sizes.blocks}",)
+  ladder += (f"--num_blocks={sizes.blocks}",) if sizes.blocks else ()
 
   def offline(name: str, lengths: str, limit_s: float, *words: str) -> Command:
     asked = f"--requests={sizes.requests}", f"--lengths={lengths}"

@@ -9,6 +9,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
+from engine.errors import ConfigError
 from models.registry import config_from_hf
 from tests.tools.conftest import run_module
 from tools.bench.engine import ModelWork, model_folder
@@ -191,3 +192,13 @@ def test_a_dry_run(tmp_path, stages: str) -> None:
   assert done.stdout.endswith((tmp_path / "engine.txt").read_text())
   if "start" in stages:
     assert results["start_bundle"]["fallbacks"] == [], "every program came from the bundle"
+
+
+def test_the_pool_fits_the_card() -> None:
+  h100, h200 = (engine.fit_blocks(mib * 2**20) for mib in (81559, 143771))
+  assert h200 == 8192 and h100 and 6000 < h100 < 7200 and h100 % 256 == 0
+  assert engine.fit_blocks(None) is None
+  with pytest.raises(ConfigError, match="22 GiB is too small.*need 30 GiB"):
+    engine.fit_blocks(23034 * 2**20)
+  words = engine.stages(pathlib.Path("/"), dataclasses.replace(engine.Sizes(), blocks=h100))["offline"][0].words
+  assert f"--num_blocks={h100}" in words

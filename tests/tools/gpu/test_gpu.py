@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -522,6 +523,26 @@ def test_without_a_gpu_it_says_so(tmp_path) -> None:
   done = run_module("tools.gpu", f"--out={tmp_path}", "--only=ceilings")
   assert done.returncode == 2 and "did not" not in done.stdout
   assert "not a gpu" in (tmp_path / "log.txt").read_text()
+
+
+def _quarter_hour(tmp_path, **variables: str) -> subprocess.CompletedProcess[str]:
+  command = ["bash", "tools/gpu/quarter_hour.sh", str(tmp_path / "out"), "8"]
+  environment = os.environ | {"SCRATCH": str(tmp_path / "scratch")} | variables
+  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_quarter_of_an_hour_needs_jax(tmp_path) -> None:
+  done = _quarter_hour(tmp_path, PYTHON="false")
+  assert done.returncode == 2 and "false needs jax with its CUDA plugin, and flax" in done.stderr
+
+
+@pytest.mark.long
+def test_a_quarter_of_an_hour_in_a_dry_run(tmp_path) -> None:
+  done = _quarter_hour(tmp_path, PYTHON=sys.executable, DRY_RUN="interpret", MATCH="smoke add|ceiling copy")
+  assert done.returncode == 0, done.stdout + done.stderr
+  kept = sorted(path.name for path in (tmp_path / "out").iterdir())
+  assert kept == ["engine.json", "engine.txt", "log.txt", "meta.json", "results.jsonl", "table.txt"]
+  assert "smoke add" in done.stdout and "decode_8b: 1 x 32, over roofline" in done.stdout
 
 
 def test_wrong_flags_are_one_line(tmp_path) -> None:
