@@ -14,7 +14,7 @@ from tools.gpu.protocol import Record
 
 SKIPPED = "skipped: "
 _MOST = 2
-_LAYERS = {"gpu": ("write", "prefill", "decode", "decode parts"), "tpu": ("write", "attention")}
+_LAYERS = {"gpu": ("write", "prefill", "decode", "decode parts", "decode only"), "tpu": ("write", "attention")}
 _HEAD_DIMS = {spec.name: spec.head_dim for spec in (*arg_specs.CONFORMANCE, *arg_specs.GPU_BENCHMARK)}
 
 
@@ -25,7 +25,7 @@ def name_kernels(job: Mapping[str, Any]) -> frozenset[str]:
   implementation = job.get("implementation", "gpu")
   names = _LAYERS.get(implementation, ("attend",))
   if op == "decode" and kind != "smoke" and implementation == "gpu":
-    used = ("decode", "decode parts")
+    used = ("decode", "decode parts", "decode only")
   elif op in ("decode", "prefill") and implementation == "tpu":
     used = ("attention",)
   elif kind in ("step", "deterministic") or op in ("parts", "attend"):

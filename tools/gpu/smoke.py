@@ -5,8 +5,9 @@ job with "kind": "smoke":
 
   "op": "add"                                XLA alone
   "op": "tma copy" | "tma tiles"             a copy by TMA, plain and through swizzled tiles
-  "op": "write" | "prefill" | "decode" | "decode parts", "head_dim": 64 | 128, "kv_dtype": "" | "uint8" (fp8)
-                                             a Hopper kernel alone; "decode" splits no row, "decode parts" does
+  "op": one of HOPPER_OPS, "head_dim": 64 | 128, "kv_dtype": "" | "uint8" (fp8)
+                                             a Hopper kernel alone; "decode" splits no row, "decode parts" does, and so
+                                             does "decode only", in a rung without the prefill kernel
   "op": "attend", "implementation": NAME, "head_dim": H, "kv_dtype": "" | "uint8" (fp8) | "int8"
                                              two steps of a whole layer: prompts, then their next tokens
 """
@@ -32,7 +33,7 @@ from tools.gpu import cases, jobs
 from tools.gpu.cases import Comparisons, KernelCase, Wrong
 from tools.gpu.protocol import Job, Prepared
 
-HOPPER_OPS = ("write", "prefill", "decode", "decode parts")
+HOPPER_OPS = ("write", "prefill", "decode", "decode parts", "decode only")
 _TILE = 64  # rows and columns of a tile of the copies
 _SWIZZLED = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 _TILED = (plgpu.TilingTransform((8, _TILE)), _SWIZZLED)  # pyright: ignore[reportAbstractUsage]
@@ -159,7 +160,9 @@ def _copy(op: str, setting: jobs.Setting) -> Prepared:
 def _kernel(job: Job, setting: jobs.Setting) -> Prepared:
   """A Hopper kernel alone."""
   op, spec = job["op"], dataclasses.replace(spec_of(job["head_dim"]), kv_dtype=job["kv_dtype"])
-  tuning = setting.tuning(spec, {"split_tokens": 64 if op == "decode parts" else 2**20})
+  if op == "decode only":  # as many rows as tokens make a rung for decodes
+    spec = dataclasses.replace(spec, num_rows=spec.num_tokens)
+  tuning = setting.tuning(spec, {"split_tokens": 2**20 if op == "decode" else 64})
   kernels = jobs.Kernels(setting, spec, tuning, whole=False)
   with on_host():
     case = KernelCase(spec)
@@ -167,17 +170,18 @@ def _kernel(job: Job, setting: jobs.Setting) -> Prepared:
     if op == "write":
       operands = case.pool(before=True), case.qkv(0), *jobs.angle_arrays(case), jnp.asarray(case.slots[0])
     else:
-      operands = jobs.nan_like(kernels.output), case.packed_queries(0), case.pool(before=False), case.tables[0], *rows
+      finished = np.zeros((spec.num_kv_heads, spec.num_tokens), np.int32)
+      out, q, kv = jobs.nan_like(kernels.output), case.packed_queries(0), case.pool(before=False)
+      operands = out, q, kv, case.tables[0], *rows, finished
 
   def program(donated, *rest):
     if op == "write":
       qkv, cos, sin, slots = rest
       return kernels.write(qkv, cos, sin, donated, slots)[:2]
-    q, kv, tables, lens, starts, work = rest
+    *shared, finished = rest
     if op == "prefill":
-      return kernels.prefill(q, kv, tables, lens, starts, work)
-    finished = jnp.zeros((spec.num_kv_heads, spec.num_tokens), jnp.int32)
-    return kernels.decode(q, kv, tables, lens, starts, work, finished, donated)
+      return kernels.prefill(*shared)
+    return kernels.decode(*shared, finished, donated if kernels.plan.has_prefill else None)
 
   def run(compiled):
     found = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), compiled(*put_arrays(setting, *operands)))
@@ -192,7 +196,7 @@ def _kernel(job: Job, setting: jobs.Setting) -> Prepared:
       comparisons.add("again", lambda a=first, b=second: compare_bits("the same call again", b, np.asarray(a)))
     return comparisons.finish()
 
-  return prepare_on_host(setting, program, operands, run, donate=(0,))
+  return prepare_on_host(setting, program, operands, run, donate=() if op in ("prefill", "decode only") else (0,))
 
 
 def _compare_attention(
@@ -201,13 +205,14 @@ def _compare_attention(
   """Compares the tokens that the kernel must write, and those that it must leave NaN or fill with zeros."""
   spec, used = case.spec, int(case.query_starts[-1])
   counts = [queries for queries, _ in spec.rows]
-  decoded = np.repeat([count <= kernels.plan.decode_queries for count in counts], counts)
+  most = kernels.plan.decode_queries if kernels.plan.has_prefill else spec.num_tokens
+  decoded = np.repeat([count <= most for count in counts], counts)
   mine = np.flatnonzero(decoded == op.startswith("decode"))
   queries = cases.tokens_of(jobs.queries_by_token(spec, operands[1]), mine)
   expected = case.attention(operands[2], queries, mine)
   comparisons.add("error", lambda: cases.compare("attention", cases.tokens_of(out, mine), expected, mine))
   found = np.asarray(out).astype(np.float32)
-  if op == "prefill":
+  if op == "prefill" or not kernels.plan.has_prefill:
     comparisons.require(not (found[used:] != 0).any(), "attention: padding tokens must give zeros")
   else:
     others = np.setdiff1d(np.arange(spec.num_tokens), mine)
