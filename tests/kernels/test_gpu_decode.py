@@ -76,7 +76,7 @@ def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks:
     num_heads=changes.pop("group", 2) * heads,
     num_kv_heads=heads,
     dtype="bfloat16",
-    **{"head_dim": 64} | changes,
+    **dict[str, Any](head_dim=64) | changes,
   )
   return Case(spec, split_blocks, **of_case)
 
