@@ -34,6 +34,8 @@ from tools.gpu.cases import Comparisons, KernelCase, Wrong
 from tools.gpu.protocol import Job, Prepared
 
 HOPPER_OPS = ("write", "prefill", "decode", "decode parts", "decode only")
+# Implementations that no device of a platform runs; any other joins by itself.
+_ELSEWHERE = {"gpu": ("cpu", "tpu"), "tpu": ("cpu", "gpu", "portable")}
 _TILE = 64  # rows and columns of a tile of the copies
 _SWIZZLED = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 _TILED = (plgpu.TilingTransform((8, _TILE)), _SWIZZLED)  # pyright: ignore[reportAbstractUsage]
@@ -258,8 +260,8 @@ def _attend(job: Job, setting: jobs.Setting) -> Prepared:
   api.check_supported(name, spec.geometry, jnp.bfloat16, dtype)
   attention = api.PagedAttention(name, spec.geometry, spec.scale, None, setting.device.device_kind)
   options = {}
-  if setting.mode == "interpret" and "interpret" in inspect.signature(module.attend).parameters:
-    options["interpret"] = setting.interpret if name == "gpu" else True
+  if "interpret" in inspect.signature(module.attend).parameters:
+    options["interpret"] = setting.interpret if name == "gpu" else setting.tiny
 
   def program(kv, qkv, cos, sin, tables, lens, starts, slots, *plan):
     meta = attention.meta(tables, lens, starts, *plan)
@@ -320,9 +322,14 @@ def smoke_jobs() -> list[Job]:
 
 
 def attend_jobs(platform: str) -> list[Job]:
-  """Returns two steps of a layer for each implementation that may run on a platform, and each dtype of KV."""
+  """Returns two steps of a layer for each implementation that may run on a platform, and each dtype of KV.
+
+  The worker refuses implementations that its own device does not run.
+  """
   found: list[Job] = []
-  for name in dict.fromkeys([*api.candidates("auto", platform), "reference"]):
+  for name in api.IMPLEMENTATIONS:
+    if name in _ELSEWHERE[platform]:
+      continue
     for dtype in (None, *api.EIGHT_BIT_KV.values()):
       with contextlib.suppress(NotImplementedError):
         spec = dataclasses.replace(spec_of(128), block_size=128 if dtype == np.int8 else 64)
