@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.ptx_emulator.block import Block, Group, KernelFault, MemoryBarrier, NamedBarrier, Operation, Waiting, Warp
+from tools.ptx_emulator.block import (
+  LANES,
+  Block,
+  Group,
+  KernelFault,
+  MemoryBarrier,
+  NamedBarrier,
+  Operation,
+  Waiting,
+  Warp,
+)
 from tools.ptx_emulator.clocks import Knowledge
 from tools.ptx_emulator.floats import bf16_to_f32
 from tools.ptx_emulator.matrix import MatrixDescriptor, accumulator_places, operand_places
@@ -78,7 +88,7 @@ def _synchronize(context: Context, instruction: PtxInstruction) -> Body:
       if barrier.arrived and barrier.threads != threads:
         raise KernelFault(f"barrier {number}: {threads} threads here, {barrier.threads} elsewhere")
       barrier.threads = threads
-      barrier.arrived[warp.number] = int(mask.sum())
+      barrier.arrived[warp.number] = block.count_threads(mask)
       warp.agent.release_to(barrier.knowledge)
       come = sum(barrier.arrived.values())
       if come > threads:
@@ -380,13 +390,14 @@ def _load_matrix(context: Context, instruction: PtxInstruction) -> Body:
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
-    offsets = block.shared.offsets(where(block, warp)[: 8 * count], 16)
+    naming = np.arange(len(mask)) % LANES < 8 * count  # lanes whose addresses count
+    offsets = block.locate_shared(where(block, warp)[naming], naming, 16)
     block.shadow.note_read(warp.agent, offsets.reshape(-1))
-    matrices = block.shared.data[offsets].view(np.uint16).reshape(count, 8, 8)
+    matrices = block.shared.data[offsets].view(np.uint16).reshape(-1, count, 8, 8)  # of each warp
     if transposed:
-      matrices = matrices.transpose(0, 2, 1)
-    for name, matrix in zip(names, np.ascontiguousarray(matrices), strict=True):
-      write(warp, name, matrix.reshape(32, 2).view(np.uint32).reshape(32), mask)
+      matrices = matrices.swapaxes(2, 3)
+    for name, matrix in zip(names, np.ascontiguousarray(matrices.swapaxes(0, 1)), strict=True):
+      write(warp, name, matrix.reshape(-1).view(np.uint32), mask)
 
   return run
 
@@ -399,11 +410,13 @@ def _store_matrix(context: Context, instruction: PtxInstruction) -> Body:
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
-    offsets = block.shared.offsets(where(block, warp)[: 8 * count], 16)
-    matrices = np.stack([value(block, warp) for value in values]).view(np.uint16).reshape(count, 8, 8)
+    naming = np.arange(len(mask)) % LANES < 8 * count
+    offsets = block.locate_shared(where(block, warp)[naming], naming, 16)
+    matrices = np.stack([value(block, warp) for value in values]).view(np.uint16).reshape(count, -1, 8, 8)
+    matrices = matrices.swapaxes(0, 1)  # of each warp
     if transposed:
-      matrices = matrices.transpose(0, 2, 1)
-    write_shared(block, warp, offsets, np.ascontiguousarray(matrices).view(np.uint8).reshape(8 * count, 16))
+      matrices = matrices.swapaxes(2, 3)
+    write_shared(block, warp, offsets, np.ascontiguousarray(matrices).view(np.uint8).reshape(-1, 16))
 
   return run
 

@@ -233,6 +233,19 @@ class Block:
     self._operations: list[Operation] = []
     self._num_operations = 0
 
+  def locate_shared(self, addresses: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
+    """Returns the offsets int64[n, size] in shared memory of addresses int64[n]. Args: mask: of their lanes."""
+    return self.shared.offsets(addresses, size)
+
+  def count_threads(self, mask: np.ndarray) -> int:
+    """Returns the threads of a block in a mask."""
+    return int(mask.sum())
+
+  @property
+  def label(self) -> str:
+    """The name of the block, for errors."""
+    return f"block {self.index}"
+
   def serials(self, mask: np.ndarray) -> int | np.ndarray:
     """Returns the block's serial, or those of the blocks that the lanes of a mask belong to."""
     return self.serial
@@ -272,7 +285,7 @@ class Block:
     try:
       operation.run()
     except (AccessError, ValueError) as error:
-      raise KernelFault(f"block {self.index}: {operation.text}: {error}") from error
+      raise KernelFault(f"{self.label}: {operation.text}: {error}") from error
 
   def meet(self, warp: Warp, group: Group, count: int) -> bool:
     """Waits until `count` neighboring warps are at one instruction; returns whether this one came last."""
@@ -354,7 +367,7 @@ class Block:
       return False
     except Exception as error:
       raise KernelFault(
-        f"block {self.index}, warp {warp.number}, line {instruction.line}: {instruction.text[:200]}: {error}"
+        f"{self.label}, warp {warp.number}, line {instruction.line}: {instruction.text[:200]}: {error}"
       ) from error
     group.waits_for = ""
     if len(warp.groups) > 1:
@@ -374,7 +387,7 @@ class Block:
     warp.groups = list(by_pc.values())
 
   def _describe_deadlock(self, live: list[Warp]) -> str:
-    lines = [f"block {self.index}: deadlock; nothing is under way that could end it"]
+    lines = [f"{self.label}: deadlock; nothing is under way that could end it"]
     for warp in live:
       for group in warp.groups:
         instruction, _ = self.program[group.pc]

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from tools.ptx_emulator import asynchronous, fusions, lockstep, operations
-from tools.ptx_emulator.block import Block, KernelLaunch, Program
+from tools.ptx_emulator.block import LANES, Block, KernelLaunch, Program
 from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError
 from tools.ptx_emulator.tensor_map import MAP_BYTES, TensorMap
@@ -28,7 +28,7 @@ def run_kernel(
   grid: tuple[int, int, int],
   shared_bytes: int,
   seed: int = 0,
-  allows_equal_writes: bool = False,
+  is_of_xla: bool = False,
 ) -> None:
   """Runs all blocks of a kernel.
 
@@ -37,8 +37,8 @@ def run_kernel(
     arguments: an address, or tensor maps, for each parameter of the kernel.
     shared_bytes: dynamic shared memory of a block.
     seed: of the schedule.
-    allows_equal_writes: warps may write what a byte of shared memory already holds, without any order. Triton's warps
-      do, where several have the same part of a small tile.
+    is_of_xla: the kernel is XLA's own. Its blocks run side by side where they may. Its warps may write what a byte of
+      shared memory already holds, without any order: Triton's do, where several have the same part of a small tile.
 
   Raises:
     PtxError: the kernel has an instruction that is not known, or other arguments.
@@ -55,13 +55,18 @@ def run_kernel(
     if parameter.size != MAP_BYTES * len(argument):
       raise PtxError(f"parameter {parameter.name} has {parameter.size} bytes, not {len(argument)} tensor maps")
     maps |= {address + MAP_BYTES * index: tensor for index, tensor in enumerate(argument)}
-  launch = KernelLaunch(memory, grid, kernel.shared_bytes + shared_bytes, maps, allows_equal_writes)
+  launch = KernelLaunch(memory, grid, kernel.shared_bytes + shared_bytes, maps, is_of_xla)
   rng = np.random.default_rng(seed)
   with np.errstate(all="ignore"):
     if lockstep.is_independent(kernel):
       for part in lockstep.split_grid(kernel, grid, rng):
         context = operations.Context(kernel, values, addresses, part.num_lanes)
         lockstep.Lockstep(launch, kernel.threads, part, translate_kernel(kernel, context), rng).run()
+      return
+    if is_of_xla and lockstep.is_regular(kernel):
+      for part in lockstep.split_grid(kernel, grid, rng):
+        context = operations.Context(kernel, values, addresses, len(part.serials) * LANES)
+        lockstep.BlockRow(launch, kernel.threads, part, translate_kernel(kernel, context), rng).run()
       return
     program = translate_kernel(kernel, operations.Context(kernel, values, addresses))
     for serial in rng.permutation(math.prod(grid)).tolist():

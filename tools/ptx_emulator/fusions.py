@@ -352,7 +352,7 @@ def fragment_places(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _multiply_matrices(context: Context, instruction: PtxInstruction) -> Body:
-  """mma.sync of a warp: f32[16, 8] += A[16, 8 or 16] B[16 or 8, 8]."""
+  """mma.sync of each warp: f32[16, 8] += A[16, 8 or 16] B[16 or 8, 8]."""
   name = instruction.name
   shape, kinds = "".join(name[3:4]), list(name[6:])
   depth = {"m16n8k16": 16, "m16n8k8": 8}.get(shape, 0)
@@ -370,16 +370,16 @@ def _multiply_matrices(context: Context, instruction: PtxInstruction) -> Body:
     raise unknown_instruction(instruction)
 
   def matrix(block: Block, warp: Warp, parts: list, places: tuple[np.ndarray, np.ndarray], size: int) -> np.ndarray:
-    bits = np.stack([part(block, warp) for part in parts])
-    halves = np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], 1).astype(np.uint16)
-    found = np.empty((size, depth), np.float32)
-    found[places] = _widen(halves, kinds[1])
+    bits = np.stack([part(block, warp).reshape(-1, LANES) for part in parts], 1)  # [warps, registers, lanes]
+    halves = np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], 2).astype(np.uint16)
+    found = np.empty((len(bits), size, depth), np.float32)
+    found[:, *places] = _widen(halves, kinds[1])
     return found
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
-    product = matrix(block, warp, left, left_places, 16) @ matrix(block, warp, right, right_places, 8).T
-    found = [product[rows[index], columns[index]] + sums[index](block, warp) for index in range(4)]
+    product = matrix(block, warp, left, left_places, 16) @ matrix(block, warp, right, right_places, 8).swapaxes(1, 2)
+    found = product[:, rows, columns].swapaxes(0, 1).reshape(4, -1) + np.stack([each(block, warp) for each in sums])
     for target, values in zip(targets, found, strict=True):
       write(warp, target, values, mask)
 

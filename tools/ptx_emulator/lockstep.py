@@ -1,7 +1,9 @@
-"""Runs blocks that share nothing in lockstep, as lanes of one array. May not know instructions.
+"""Runs the blocks of a kernel in lockstep, as lanes of one array. May not know instructions.
 
-XLA's loop fusions and many of its reductions have no shared memory and no barrier of a block. No order of their warps
-can then change what they do, and a numpy operation costs nearly the same for 32 lanes as for thousands.
+A numpy operation costs nearly the same for 32 lanes as for thousands. XLA's loop fusions and many of its reductions have
+no shared memory and no barrier of a block: no order of their warps can change what they do, so all threads of a grid
+are one array (`Lockstep`). Triton's matmuls share memory within a block. There a warp is an array of the warps of one
+number in all blocks, and warps take turns in an adversarial order, the same one in each block (`BlockRow`).
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import math
 import numpy as np
 
 from tools.ptx_emulator.block import LANES, Block, Group, KernelFault, KernelLaunch, Program, Waiting, Warp
+from tools.ptx_emulator.clocks import Shadow
+from tools.ptx_emulator.memory import SharedMemory
 from tools.ptx_emulator.reader import Kernel
 
 _MOST_LANES = 1 << 16
 _MOST_STEPS = 1 << 20  # instructions of a kernel before it counts as one that never ends
-# Opcodes that need the warps of one block, or that order their accesses to memory.
-_TOGETHER = frozenset(
-  "barrier cp ldmatrix stmatrix wgmma mma mbarrier fence prefetch setmaxnreg elect atom red".split()
-)
+# Opcodes for the warps of one block at a time: asynchronous operations, and those of one thread of a block.
+_ONE_BLOCK = frozenset("barrier cp wgmma mbarrier fence prefetch setmaxnreg elect".split())
+# Opcodes that need the warps of a block.
+_TOGETHER = _ONE_BLOCK | {"ldmatrix", "stmatrix", "mma", "atom", "red"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,7 @@ class GridPart:
   Attributes:
     serials: their numbers in the grid, from 0: int[n].
     grid: of the launch.
-    num_lanes: a block has whole warps.
+    num_lanes: of all of them; a block has whole warps.
   """
 
   serials: np.ndarray
@@ -45,6 +49,11 @@ def is_independent(kernel: Kernel) -> bool:
     for each in kernel.instructions
   )
   return not kernel.shared and not together
+
+
+def is_regular(kernel: Kernel) -> bool:
+  """Returns whether blocks of a kernel can run side by side: it does nothing in the background."""
+  return not any(each.name[0] in _ONE_BLOCK for each in kernel.instructions)
 
 
 def split_grid(kernel: Kernel, grid: tuple[int, int, int], rng: np.random.Generator) -> Iterator[GridPart]:
@@ -106,3 +115,40 @@ class Lockstep(Block):
         raise KernelFault(f"line {instruction.line}: {instruction.text[:200]}: {error}") from error
       if len(warp.groups) > 1:
         self.merge(warp)
+
+
+class BlockRow(Block):
+  """Blocks side by side, each with its own shared memory; a warp holds the lanes of the same warp of all blocks."""
+
+  def __init__(
+    self, launch: KernelLaunch, num_threads: int, part: GridPart, program: Program, rng: np.random.Generator
+  ):
+    super().__init__(launch, (0, 0, 0), num_threads, rng, program)
+    self._num_blocks = len(part.serials)
+    self._block = np.repeat(np.arange(self._num_blocks), LANES)  # of each lane
+    serials = part.serials[self._block]
+    x, y, _ = part.grid
+    self.index = serials % x, serials // x % y, serials // (x * y)
+    self._serials = serials + 1
+    self.shared = SharedMemory(launch.shared_bytes, rng, self._num_blocks)
+    self.shadow = Shadow(launch.shared_bytes * self._num_blocks, len(self.warps))
+    for warp in self.warps:
+      warp.threads = np.tile(warp.threads, self._num_blocks)
+      warp.groups = [Group(0, warp.threads < num_threads)]
+
+  @property
+  def label(self) -> str:
+    """The name of the blocks, for errors."""
+    return f"{self._num_blocks} blocks"
+
+  def serials(self, mask: np.ndarray) -> np.ndarray:
+    """Returns the serial of the block of each lane of a mask."""
+    return self._serials[mask]
+
+  def count_threads(self, mask: np.ndarray) -> int:
+    """Returns the threads of a block in a mask, which has as many of each block."""
+    return int(mask.sum()) // self._num_blocks
+
+  def locate_shared(self, addresses: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
+    """See Block."""
+    return self.shared.offsets(addresses, size) + (self._block[mask] * self.launch.shared_bytes)[:, None]

@@ -164,7 +164,7 @@ class GlobalMemory:
 
 
 class SharedMemory:
-  """Shared memory of one block.
+  """Shared memory of one block, or of several that run together.
 
   Attributes:
     data: uint8[bytes]; it begins with a pattern, not with zeros.
@@ -172,18 +172,18 @@ class SharedMemory:
 
   START = 1024  # the address of byte 0: the driver keeps the first KB, and address 0 is then an error
 
-  def __init__(self, size: int, rng: np.random.Generator):
-    self.data = rng.integers(0, 256, size, np.uint8)
+  def __init__(self, size: int, rng: np.random.Generator, num_blocks: int = 1):
+    """Args: size: of a block. num_blocks: that follow each other in `data`."""
+    self._size = size
+    self.data = rng.integers(0, 256, size * num_blocks, np.uint8)
 
   def offsets(self, addresses: np.ndarray, size: int, alignment: int | None = None) -> np.ndarray:
-    """Returns the offsets int64[n, size] of bytes at addresses [n]. Raises AccessError."""
+    """Returns the offsets int64[n, size] of bytes at addresses [n] of the first block. Raises AccessError."""
     starts = addresses.astype(np.int64) - self.START
-    outside = (starts < 0) | (starts + size > self.data.size)
+    outside = (starts < 0) | (starts + size > self._size)
     if outside.any():
       address = int(addresses[outside][0])
-      raise AccessError(
-        f"{size} bytes at shared address {address:#x}: the block has {self.data.size} from {self.START:#x}"
-      )
+      raise AccessError(f"{size} bytes at shared address {address:#x}: the block has {self._size} from {self.START:#x}")
     wrong = addresses.astype(np.int64) % (alignment or size) != 0
     if wrong.any():
       raise AccessError(f"shared address {int(addresses[wrong][0]):#x} is no multiple of {alignment or size}")

@@ -181,7 +181,7 @@ class ModuleRunner:
       raise PtxError(f"{launch.kernel} is launched with {launch.threads} threads; its PTX has {kernel.threads}")
     places, addresses = place_slices(memory, launch.arguments, pads=True)
     started = time.perf_counter()
-    run_kernel(kernel, places, addresses, launch.grid, launch.shared_bytes, next(self._seeds), allows_equal_writes=True)
+    run_kernel(kernel, places, addresses, launch.grid, launch.shared_bytes, next(self._seeds), is_of_xla=True)
     self._note(launch.kernel, started)
 
   def _note(self, name: str, started: float) -> None:

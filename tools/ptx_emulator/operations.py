@@ -482,7 +482,7 @@ def _load(context: Context, instruction: PtxInstruction) -> Body:
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     addresses = where(block, warp)[mask]
     if space == "shared":
-      offsets = block.shared.offsets(addresses, size * count)
+      offsets = block.locate_shared(addresses, mask, size * count)
       block.shadow.note_read(warp.agent, offsets.reshape(-1))
       found = block.shared.data[offsets]
     elif space == "local":
@@ -508,7 +508,7 @@ def _store(context: Context, instruction: PtxInstruction) -> Body:
     addresses = where(block, warp)[mask]
     data = np.stack([value(block, warp) for value in values], 1)[mask].view(np.uint8).reshape(len(addresses), -1)
     if space == "shared":
-      offsets = block.shared.offsets(addresses, size * count)
+      offsets = block.locate_shared(addresses, mask, size * count)
       write_shared(block, warp, offsets, data)
     elif space == "local":
       warp.write_local(addresses, data, mask, context.kernel.local_bytes)

@@ -1,0 +1,223 @@
+"""Serves ten short requests by steps compiled for an H200 and run on the PTX emulator, and compares the tokens.
+
+  python -m tools.ptx_emulator.serve --model=models/demo
+
+The engine, its scheduler and its packed arrays are the real ones, with the KV layout and the plans of a GPU. Each step
+is the program that a GPU would execute, but XLA's own matmuls replace cuBLASLt's. The same requests then run by this
+CPU's programs. Greedy tokens must be equal, and their log probabilities near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+
+from engine.device import build as engine_build
+from engine.device import mesh as mesh_lib
+from engine.device import programs as device_programs
+from engine.device.build import Built, build_engine
+from engine.device.options import BuildOptions
+from engine.device.pool_size import PoolSize
+from engine.device.programs import Program, ProgramSpec
+from engine.request import Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.shapes import StepShape
+from server.text.chat_template import Message
+from server.text.tokenizer import Tokenizer
+from tools.arguments import CommandParser, positive_int
+from tools.check_device import targets
+from tools.ptx_emulator.module import ModuleRunner, compile_module
+
+_TEXTS = (
+  "Copy: red cat sun",
+  "Copy: tree book",
+  "Reverse: red cat sun",
+  "Reverse: moon fish",
+  "37 + 5 = ?",
+  "81 - 4 = ?",
+  "26 + 9 = ?",
+  "Make JSON: Mira is 7 years old and lives in Oslo.",
+  "Make JSON: Tom is 9 years old and lives in Rome.",
+  "Copy: sun",
+)
+# Largest difference of two log probabilities: a bf16 logit near 16 is rounded by up to 0.03, and so is a sum of them.
+LOGPROB_LIMIT = 0.1
+
+
+def place_on_gpu(spec: ProgramSpec) -> ProgramSpec:
+  """Returns a spec of a CPU's programs as one of an H200's, with the same arrays."""
+  mesh = mesh_lib.make_mesh(targets.devices(targets.TARGETS["h200"]))
+  whole = mesh_lib.replicated(mesh)
+
+  def move(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+  return dataclasses.replace(
+    spec,
+    mesh=mesh,
+    params=tuple(map(move, spec.params)),
+    kv=tuple(map(move, spec.kv)),
+    device_kind=mesh.devices.flat[0].device_kind,
+    argmax="reference",
+    sampling="reference",
+    adjust="reference",
+    low_rank="reference",
+  )
+
+
+class EmulatedPrograms:
+  """Steps of a GPU for an engine on a CPU; implements engine.device.build.ExecutableSource.
+
+  Attributes:
+    runners: of each step's program, by its name.
+    num_steps: emulated so far.
+    seconds: that they took.
+    faults: what kernels did wrong. JAX raises an error of its own that only quotes it.
+  """
+
+  def __init__(self, seed: int = 0):
+    """Args: seed: of the kernels' schedules."""
+    self._seed = seed
+    self._programs: dict[str, Program] = {}
+    self.runners: dict[str, ModuleRunner] = {}
+    self.num_steps, self.seconds = 0, 0.0
+    self.faults: list[Exception] = []
+
+  def choose_pool(self, *args: Any) -> PoolSize | None:
+    """See ExecutableSource."""
+    return None
+
+  def begin(self, spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> None:
+    """See ExecutableSource."""
+    on_gpu = place_on_gpu(spec)
+    steps = [device_programs.step_program(on_gpu, shape) for shape in rungs]
+    self._programs = {program.name: program for program in steps}
+
+  def executable(self, program: Program) -> jax.stages.Compiled:
+    """Returns a program that calls the emulator if it is a step, else the CPU's own."""
+    on_gpu = self._programs.get(program.name)
+    if on_gpu is None:
+      return program.compile()
+    runner = self.runners[program.name] = ModuleRunner(compile_module(on_gpu), self._seed)
+    leaves, tree = jax.tree.flatten(program.results)
+    results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def run(*arguments: Any) -> list[np.ndarray]:
+      started = time.perf_counter()
+      try:
+        found = runner.run([np.asarray(argument) for argument in arguments])
+      except Exception as error:
+        self.faults.append(error)
+        raise
+      self.num_steps += 1
+      self.seconds += time.perf_counter() - started
+      return [data.view(leaf.dtype).reshape(leaf.shape) for data, leaf in zip(found, results, strict=True)]
+
+    def emulate(*arguments: Any) -> Any:
+      return jax.tree.unflatten(tree, jax.pure_callback(run, results, *jax.tree.leaves(arguments)))
+
+    return dataclasses.replace(program, function=emulate).compile()
+
+  def finish(self, num_blocks: int) -> str:
+    """See ExecutableSource."""
+    return ""
+
+
+class Answer(NamedTuple):
+  """What a request got: tokens and the log probability of each."""
+
+  tokens: tuple[int, ...]
+  logprobs: tuple[float, ...]
+
+
+def build_emulated(options: BuildOptions, source: EmulatedPrograms, events: list[TokenEvent]) -> Built:
+  """Builds an engine whose steps are emulated; each warms up by one step without a token."""
+  # The build asks for an implementation that runs on the CPU's own platform.
+  with mock.patch.object(engine_build, "attention_candidates", lambda requested, device: (("gpu",), "")):
+    return build_engine(options, lambda *_: None, events.extend, source=source)
+
+
+def answer_requests(
+  built: Built, events: list[TokenEvent], prompts: Sequence[Sequence[int]], count: int
+) -> list[Answer]:
+  """Serves all prompts at once, greedily. Args: events: that the engine emits. count: most tokens of an answer."""
+  events.clear()
+  for number, prompt in enumerate(prompts):
+    built.engine.submit(
+      Request(str(number), list(prompt), SamplingParams(temperature=0.0, max_tokens=count, logprobs=0))
+    )
+  while built.engine.num_live:
+    built.engine.step()
+  answers = []
+  for number in range(len(prompts)):
+    own = [event for event in events if event.request_id == str(number)]
+    entries = [entry for event in own for entry in event.logprobs]
+    answers.append(
+      Answer(tuple(token for event in own for token in event.token_ids), tuple(entry.logprob for entry in entries))
+    )
+  return answers
+
+
+def compare_answers(found: Sequence[Answer], expected: Sequence[Answer]) -> tuple[list[str], float]:
+  """Returns a line for each difference, and the largest difference of two log probabilities."""
+  lines, largest = [], 0.0
+  for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+    if mine.tokens != other.tokens:
+      lines.append(f"request {number}: tokens {list(mine.tokens)} instead of {list(other.tokens)}")
+      continue
+    off = max((abs(a - b) for a, b in zip(mine.logprobs, other.logprobs, strict=True)), default=0.0)
+    largest = max(largest, off)
+    if not off <= LOGPROB_LIMIT:
+      lines.append(f"request {number}: a log probability is off by {off:.3f}; at most {LOGPROB_LIMIT} is rounding")
+  return lines, largest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command line; returns the exit code."""
+  parser = CommandParser("python -m tools.ptx_emulator.serve", "Serve ten requests by emulated GPU steps; compare.")
+  parser.add_argument("--model", type=pathlib.Path, required=True, help="folder of a small bf16 model with a tokenizer")
+  parser.add_argument("--tokens", type=positive_int, default=4, help="most tokens of an answer")
+  parser.add_argument("--seed", type=int, default=0, help="of the kernels' schedules")
+  args = parser.parse_args(arguments)
+  tokenizer = Tokenizer(args.model)
+  prompts = [tokenizer.encode_chat([Message(role="user", content=text)]) for text in _TEXTS]
+  options = BuildOptions(
+    str(args.model),
+    dtype="bfloat16",
+    matmul="xla",
+    token_budgets=(16, 64),
+    max_num_seqs=16,
+    prefill_chunk=64,
+    num_blocks=32,
+    max_model_len=256,
+    overlap="false",
+  )
+  started = time.perf_counter()
+  source, events = EmulatedPrograms(args.seed), []
+  built = build_emulated(options, source, events)
+  print(f"{len(source.runners)} steps compiled and warmed up in {time.perf_counter() - started:.0f} s", flush=True)
+  found = answer_requests(built, events, prompts, args.tokens)
+  reference = build_engine(dataclasses.replace(options, attention="reference"), lambda *_: None, events.extend)
+  expected = answer_requests(reference, events, prompts, args.tokens)
+  for text, answer in zip(_TEXTS, found, strict=True):
+    print(f"  {text!r}: {tokenizer.decode(list(answer.tokens))!r}")
+  lines, largest = compare_answers(found, expected)
+  print("\n".join(lines), end="\n" if lines else "")
+  num_tokens = sum(len(answer.tokens) for answer in found)
+  print(f"{len(found)} requests, {num_tokens} tokens by {source.num_steps} emulated steps in {source.seconds:.0f} s")
+  print(f"largest difference of a log probability {largest:.3f}; {len(lines)} requests differ from the CPU's")
+  return 1 if lines else 0
+
+
+if __name__ == "__main__":
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  sys.exit(main())
