@@ -3,6 +3,8 @@
   make check-device                     every rung of the demo model and of Llama-3-8B's shapes, on every target
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
   make check-device ARGS=--emulate      no rungs: the PTX of each GPU kernel runs on this CPU (tools/ptx_emulator)
+  make check-device ARGS="--emulate --model=demo"
+                                        no rungs: whole steps of the demo model run there, and serve ten requests
 
 It asserts that KV is updated in place, that neither KV nor a weight is copied or (int8) widened in memory, that
 temporaries are bounded, and that executables can be stored. Where devices share a model, a layer has two all-reduces,
@@ -27,6 +29,7 @@ from tools.check_device.targets import TARGETS, environment
 
 _QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "int4")
 _KV_DTYPES = ("auto", "int8", "fp8")
+_MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
 _BUDGETS = "8,16,32,64,128,256,512"
 
 
@@ -130,11 +133,21 @@ def emulate_kernels(small: bool) -> int:
     return subprocess.run([*command, *(["--match=parts decode 63"] if small else [])], check=False).returncode
 
 
+def emulate_steps(model: str) -> int:
+  """Serves requests by emulated steps of a model in models/; returns the exit code."""
+  command = [sys.executable, "-m", "tools.ptx_emulator.serve", f"--model={_MODELS / model}"]
+  return subprocess.run(command, env=os.environ | environment(TARGETS["h200"], None), check=False).returncode
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.check_device", "Compile every step for devices that this machine lacks.")
   parser.add_argument("--small", action="store_true", help="a few rungs of a tiny model")
-  parser.add_argument("--emulate", action="store_true", help="run the GPU kernels' PTX; with --small on one batch")
+  parser.add_argument(
+    "--emulate",
+    action="store_true",
+    help="run the GPU kernels' PTX; with --small on one batch; with --model=demo whole steps",
+  )
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
   parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
@@ -146,6 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
   parser.add_argument("--out", type=pathlib.Path, help="JSON file for all facts")
   args = parser.parse_args(arguments)
+  if args.emulate and args.model:
+    if not (_MODELS / args.model / "tokenizer.json").exists():
+      parser.error(
+        f"--emulate --model={args.model}: whole steps need a folder of models/ with weights; give --model=demo"
+      )
+    return emulate_steps(args.model)
   if args.emulate:
     return emulate_kernels(args.small)
   cases = _SMALL if args.small else _WHOLE

@@ -90,10 +90,12 @@ TARGETS = {
 }
 
 
-def environment(target: Target, dump: pathlib.Path) -> dict[str, str]:
-  """Returns variables for a process that compiles for `target`; XLA dumps into `dump`."""
+def environment(target: Target, dump: pathlib.Path | None) -> dict[str, str]:
+  """Returns variables for a process that compiles for `target`; XLA dumps into `dump` unless it is None."""
   common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
   if target.platform == "cuda":
+    if dump is None:
+      return common
     return common | {"XLA_FLAGS": f"--xla_dump_to={dump}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
   # Otherwise libtpu queries the metadata server of a cloud machine, and a second process fails at a lock file: both
   # protect chips, of which a compiler uses none.

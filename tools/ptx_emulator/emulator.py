@@ -1,8 +1,7 @@
 """Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
 
 Blocks run one after another in any order. They may not read each other's writes, unless an atomic addition with release
-and one with acquire order them. Not modelled are clusters, caches, weak order between warps in global memory, local
-memory, and time.
+and one with acquire order them. Not modelled are clusters, caches, weak order between warps in global memory, and time.
 """
 
 from __future__ import annotations

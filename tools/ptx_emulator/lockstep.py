@@ -1,9 +1,9 @@
 """Runs the blocks of a kernel in lockstep, as lanes of one array. May not know instructions.
 
-A numpy operation costs nearly the same for 32 lanes as for thousands. XLA's loop fusions and many of its reductions have
-no shared memory and no barrier of a block: no order of their warps can change what they do, so all threads of a grid
-are one array (`Lockstep`). Triton's matmuls share memory within a block. There a warp is an array of the warps of one
-number in all blocks, and warps take turns in an adversarial order, the same one in each block (`BlockRow`).
+A numpy operation costs nearly the same for 32 lanes as for thousands. XLA's loop fusions and many of its reductions
+have no shared memory and no barrier of a block. No order of their warps can change what they do, so all threads of a
+grid are one array (`Lockstep`). Triton's matmuls share memory within a block. There a warp is an array of the warps of
+one number in all blocks, and warps take turns in an adversarial order, the same one in each block (`BlockRow`).
 """
 
 from __future__ import annotations

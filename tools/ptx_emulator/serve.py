@@ -9,7 +9,7 @@ CPU's programs. Greedy tokens must be equal, and their log probabilities near.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import os
 import pathlib
@@ -26,7 +26,7 @@ from engine.device import mesh as mesh_lib
 from engine.device import programs as device_programs
 from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
-from engine.device.pool_size import PoolSize
+from engine.device.pool_size import PoolSize, PoolSizer
 from engine.device.programs import Program, ProgramSpec
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -92,7 +92,13 @@ class EmulatedPrograms:
     self.num_steps, self.seconds = 0, 0.0
     self.faults: list[Exception] = []
 
-  def choose_pool(self, *args: Any) -> PoolSize | None:
+  def choose_pool(
+    self,
+    sizer: PoolSizer,
+    spec: Callable[[int, int], ProgramSpec],
+    rungs: tuple[StepShape, ...],
+    cpu_bytes: int | None,
+  ) -> PoolSize | None:
     """See ExecutableSource."""
     return None
 
@@ -174,7 +180,7 @@ def compare_answers(found: Sequence[Answer], expected: Sequence[Answer]) -> tupl
     if mine.tokens != other.tokens:
       lines.append(f"request {number}: tokens {list(mine.tokens)} instead of {list(other.tokens)}")
       continue
-    off = max((abs(a - b) for a, b in zip(mine.logprobs, other.logprobs, strict=True)), default=0.0)
+    off = float(np.max(np.abs(np.subtract(mine.logprobs, other.logprobs)), initial=0.0))  # NaN stays NaN
     largest = max(largest, off)
     if not off <= LOGPROB_LIMIT:
       lines.append(f"request {number}: a log probability is off by {off:.3f}; at most {LOGPROB_LIMIT} is rounding")

@@ -27,12 +27,20 @@ def make_kernel(body: str, names: str, threads: int = 32, head: str = "") -> Ker
   return kernel
 
 
-def run(body: str, arrays: Mapping[str, np.ndarray], threads: int = 32, grid: int = 1, head: str = "", shared: int = 0):
+def run(
+  body: str,
+  arrays: Mapping[str, np.ndarray],
+  threads: int = 32,
+  grid: int = 1,
+  head: str = "",
+  shared: int = 0,
+  is_of_xla: bool = False,
+) -> None:
   """Runs `body` with an array a parameter."""
   memory = GlobalMemory()
   kernel = make_kernel(body, "".join(arrays), threads, head)
   addresses = [memory.add_buffer(name, array).address for name, array in arrays.items()]
-  run_kernel(kernel, memory, addresses, (grid, 1, 1), shared)
+  run_kernel(kernel, memory, addresses, (grid, 1, 1), shared, is_of_xla=is_of_xla)
 
 
 def bits(dtype: np.dtype) -> str:
@@ -261,3 +269,54 @@ def test_an_unknown_instruction_stops_before_anything_runs(operation: str):
   with pytest.raises(PtxError, match=r"line \d+: the emulator does not know"):
     run(body, {"a": array})
   assert array[0] == 0
+
+
+# Warp 0 of each block loads an 8 x 8 matrix, transposed, that warp 1 has stored, and writes it at the block's place.
+EXCHANGE = """
+  ld.param::entry.b64 %rd1, [a]; ld.param::entry.b64 %rd2, [b];
+  mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x; and.b32 %r3, %r2, 31; shr.u32 %r4, %r2, 5;
+  mad.lo.s32 %r5, %r1, 32, %r3; mul.wide.u32 %rd3, %r5, 4;
+  add.s64 %rd1, %rd1, %rd3; add.s64 %rd2, %rd2, %rd3;
+  mov.b64 %rd4, tile; mul.wide.u32 %rd5, %r3, 16; and.b64 %rd5, %rd5, 127; add.s64 %rd4, %rd4, %rd5;
+  setp.eq.s32 %p1, %r4, 0; @%p1 bra MEET;
+  ld.global.b32 %r6, [%rd1];
+  stmatrix.sync.aligned.m8n8.x1.shared.b16 [%rd4], {%r6};
+MEET:
+  BARRIER
+  @!%p1 bra DONE;
+  ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r7}, [%rd4];
+  st.global.b32 [%rd2], %r7;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("is_of_xla", [False, True], ids=["one by one", "side by side"])
+def test_blocks_have_shared_memory_of_their_own(is_of_xla: bool):
+  source = RNG.integers(0, 1000, (5, 8, 8)).astype(np.uint16)
+  found = np.zeros_like(source)
+  rest = {
+    "threads": 64,
+    "grid": 5,
+    "head": ".extern .shared .align 16 .b8 tile[];",
+    "shared": 128,
+    "is_of_xla": is_of_xla,
+  }
+  run(EXCHANGE.replace("BARRIER", "bar.sync 0;"), {"a": source, "b": found}, **rest)
+  np.testing.assert_array_equal(found, source.swapaxes(1, 2))
+  with pytest.raises(KernelFault, match="nothing orders the two"):
+    run(EXCHANGE.replace("BARRIER", ""), {"a": source, "b": found}, **rest)
+
+
+def test_warps_of_xla_may_write_equal_bytes_without_an_order():
+  body = """
+  mov.b64 %rd4, tile; ld.param::entry.b64 %rd1, [a]; ld.global.b32 %r1, [%rd1];
+  st.shared.b32 [%rd4], %r1;
+  """
+  rest = {"threads": 64, "head": ".extern .shared .align 16 .b8 tile[];", "shared": 128}
+  run(body, {"a": np.array([5], S32)}, **rest, is_of_xla=True)
+  with pytest.raises(
+    KernelFault, match="overwrites byte 0 of shared memory, which warp . wrote; nothing orders the two"
+  ):
+    run(body, {"a": np.array([5], S32)}, **rest)
+  with pytest.raises(KernelFault, match="nothing orders the two"):
+    run("mov.u32 %r2, %tid.x; shr.u32 %r2, %r2, 5;" + body.replace("], %r1", "], %r2"), {"a": np.zeros(1, S32)}, **rest)
