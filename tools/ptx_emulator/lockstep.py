@@ -52,8 +52,8 @@ def is_independent(kernel: Kernel) -> bool:
 
 
 def is_regular(kernel: Kernel) -> bool:
-  """Returns whether blocks of a kernel can run side by side: it does nothing in the background."""
-  return not any(each.name[0] in _ONE_BLOCK for each in kernel.instructions)
+  """Returns whether blocks of a kernel can run side by side: none waits for another, or for a copy."""
+  return not any(each.name[0] in _ONE_BLOCK or "acq_rel" in each.name for each in kernel.instructions)
 
 
 def split_grid(kernel: Kernel, grid: tuple[int, int, int], rng: np.random.Generator) -> Iterator[GridPart]:

@@ -138,7 +138,7 @@ class EmulatedPrograms:
     return ""
 
 
-class Answer(NamedTuple):
+class GreedyAnswer(NamedTuple):
   """What a request got: tokens and the log probability of each."""
 
   tokens: tuple[int, ...]
@@ -147,14 +147,14 @@ class Answer(NamedTuple):
 
 def build_emulated(options: BuildOptions, source: EmulatedPrograms, events: list[TokenEvent]) -> Built:
   """Builds an engine whose steps are emulated; each warms up by one step without a token."""
-  # The build asks for an implementation that runs on the CPU's own platform.
+  # Otherwise the build refuses an implementation of another platform.
   with mock.patch.object(engine_build, "attention_candidates", lambda requested, device: (("gpu",), "")):
     return build_engine(options, lambda *_: None, events.extend, source=source)
 
 
 def answer_requests(
   built: Built, events: list[TokenEvent], prompts: Sequence[Sequence[int]], count: int
-) -> list[Answer]:
+) -> list[GreedyAnswer]:
   """Serves all prompts at once, greedily. Args: events: that the engine emits. count: most tokens of an answer."""
   events.clear()
   for number, prompt in enumerate(prompts):
@@ -168,12 +168,14 @@ def answer_requests(
     own = [event for event in events if event.request_id == str(number)]
     entries = [entry for event in own for entry in event.logprobs]
     answers.append(
-      Answer(tuple(token for event in own for token in event.token_ids), tuple(entry.logprob for entry in entries))
+      GreedyAnswer(
+        tuple(token for event in own for token in event.token_ids), tuple(entry.logprob for entry in entries)
+      )
     )
   return answers
 
 
-def compare_answers(found: Sequence[Answer], expected: Sequence[Answer]) -> tuple[list[str], float]:
+def compare_answers(found: Sequence[GreedyAnswer], expected: Sequence[GreedyAnswer]) -> tuple[list[str], float]:
   """Returns a line for each difference, and the largest difference of two log probabilities."""
   lines, largest = [], 0.0
   for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
