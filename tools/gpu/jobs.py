@@ -66,6 +66,11 @@ class Setting:
   def interpret(self) -> plgpu.InterpretGPUParams | None:
     return plgpu.InterpretGPUParams() if self.mode == "interpret" else None
 
+  def check_hopper(self) -> None:
+    """Raises NotImplementedError on a device that does not run the implementation "gpu"."""
+    if self.mode == "device":
+      check_gpu_capability(self.device.compute_capability)
+
   def abstract(self, tree: Any) -> Any:
     """Returns ShapeDtypeStructs on the device for arrays or other structs."""
     place = SingleDeviceSharding(self.device)
@@ -248,8 +253,7 @@ class Kernels:
 
 
 def _kernels(job: Job, setting: Setting) -> Kernels:
-  if setting.mode == "device":
-    check_gpu_capability(setting.device.compute_capability)
+  setting.check_hopper()
   spec = setting.spec(job["spec"])
   if "block_size" in job:
     spec = cases.with_blocks_of(spec, job["block_size"])

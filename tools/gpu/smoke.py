@@ -75,8 +75,7 @@ def prepare(job: Job, setting: jobs.Setting) -> Prepared:
   if op == "add":
     x = np.arange(1024, dtype=np.float32)
     return prepare_equal(setting, lambda x: x + 1, (x,), x + 1, "x + 1")
-  if setting.mode == "device":
-    api.check_gpu_capability(setting.device.compute_capability)
+  setting.check_hopper()
   if op.startswith("tma"):
     return _copy(op, setting)
   return _kernel(job, setting)
@@ -255,8 +254,8 @@ def _attend(job: Job, setting: jobs.Setting) -> Prepared:
     head_dim=job["head_dim"],
     dtype="bfloat16",
   )
-  if name == "gpu" and setting.mode == "device":
-    api.check_gpu_capability(setting.device.compute_capability)
+  if name == "gpu":
+    setting.check_hopper()
   api.check_supported(name, spec.geometry, jnp.bfloat16, dtype)
   attention = api.PagedAttention(name, spec.geometry, spec.scale, None, setting.device.device_kind)
   options = {}
