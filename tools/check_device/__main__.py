@@ -126,8 +126,14 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64, layers
   return rungs
 
 
-def emulate_kernels(small: bool) -> int:
-  """Compares the emulated kernels with dense attention on tiny batches of each kind; returns the exit code."""
+def emulate_kernels(small: bool, schedules: int) -> int:
+  """Compares the emulated kernels with dense attention on tiny batches of each kind; returns the exit code.
+
+  Args: schedules: of each kernel on its least batch.
+  """
+  command = [sys.executable, "-m", "tools.ptx_emulator", f"--schedules={schedules}"]
+  if failed := subprocess.run(command, check=False).returncode:
+    return failed
   with tempfile.TemporaryDirectory(prefix="sluice-emulate-") as out:
     command = [sys.executable, "-m", "tools.gpu", "--dry_run=emulate", "--only=check", "--minutes=60", f"--out={out}"]
     return subprocess.run([*command, *(["--match=parts decode 63"] if small else [])], check=False).returncode
@@ -148,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action="store_true",
     help="run the GPU kernels' PTX; with --small on one batch; with --model=demo whole steps",
   )
+  parser.add_argument("--schedules", type=positive_int, default=5, help="with --emulate: a kernel on its least batch")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
   parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
@@ -166,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       )
     return emulate_steps(args.model)
   if args.emulate:
-    return emulate_kernels(args.small)
+    return emulate_kernels(args.small, args.schedules)
   cases = _SMALL if args.small else _WHOLE
   if args.target and args.model:
     cases = (

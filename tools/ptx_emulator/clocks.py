@@ -91,6 +91,7 @@ class Shadow:
     self._written = np.zeros(size, np.int64)  # epoch of the warp, or number of the operation
     self._read = np.zeros((num_warps, size), np.int64)
     self._readers: list[tuple[int, np.ndarray]] = []  # operations that read, and where
+    self._marked = np.zeros(size, np.bool_)  # of use within one check
 
   def note_read(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks and notes a warp's read. Args: bytes_: offsets."""
@@ -151,9 +152,17 @@ class Shadow:
         f"overwrites byte {int(bytes_.reshape(-1)[where])} of shared memory, which warp {warp} reads; "
         "nothing orders the two"
       )
-    for operation, where in self._readers:
-      if not knows.operations >> operation & 1 and np.intersect1d(where, bytes_).size:
-        raise OrderError(
-          f"overwrites byte {int(np.intersect1d(where, bytes_)[0])} of shared memory, which asynchronous operation "
-          f"{operation} reads; nobody has waited"
-        )
+    pending = [(operation, where) for operation, where in self._readers if not knows.operations >> operation & 1]
+    if not pending:
+      return
+    self._marked[bytes_] = True
+    try:
+      for operation, where in pending:
+        hit = self._marked[where]
+        if hit.any():
+          raise OrderError(
+            f"overwrites byte {int(where[hit].min())} of shared memory, which asynchronous operation {operation} "
+            "reads; nobody has waited"
+          )
+    finally:
+      self._marked[bytes_] = False

@@ -22,6 +22,7 @@ import numpy as np
 from engine.device.programs import Program
 from tools.ptx_emulator import mosaic
 from tools.ptx_emulator.block import KernelFault
+from tools.ptx_emulator.compiled import CompiledKernel
 from tools.ptx_emulator.emulator import run_kernel
 from tools.ptx_emulator.executable import (
   Branches,
@@ -36,7 +37,6 @@ from tools.ptx_emulator.executable import (
   read_executable,
 )
 from tools.ptx_emulator.memory import GlobalMemory
-from tools.ptx_emulator.mosaic import CompiledKernel
 from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
 
 # XLA's own kernels in place of cuBLASLt's, whose code is not in the executable.

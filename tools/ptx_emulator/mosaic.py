@@ -24,80 +24,13 @@ import numpy as np
 
 from tools.check_device import targets
 from tools.ptx_emulator.block import KernelFault
-from tools.ptx_emulator.emulator import run_kernel
-from tools.ptx_emulator.memory import GlobalMemory
-from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
-from tools.ptx_emulator.tensor_map import TensorMap
+from tools.ptx_emulator.compiled import ArrayCall, CompiledKernel, MapSpec
+from tools.ptx_emulator.reader import PtxError
 
 _compiling = threading.Lock()  # what Mosaic GPU dumps goes to one place a process
 _ARGUMENT = "mosaic_gpu.from_kernel_arg_idx"  # an attribute of the kernel's arrays
 # Operations without an effect.
 _PURE = ("memref.", "arith.", "builtin.", "llvm.getelementptr", "llvm.inttoptr", "index.")
-
-
-@dataclasses.dataclass(frozen=True)
-class MapSpec:
-  """A tensor map before its array has an address; fields as of TensorMap, dimensions with the innermost last.
-
-  Attributes:
-    argument: number of the kernel's array.
-    offset: elements from its start.
-  """
-
-  argument: int
-  offset: int
-  shape: tuple[int, ...]
-  strides: tuple[int, ...]
-  box: tuple[int, ...]
-  swizzle: int
-  itemsize: int
-
-  def place(self, address: int) -> TensorMap:
-    """Returns the map of an array at an address."""
-    size = self.itemsize
-    return TensorMap(
-      address + self.offset * size,
-      size,
-      self.shape[::-1],
-      tuple(stride * size for stride in self.strides[::-1]),
-      self.box[::-1],
-      self.swizzle,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledKernel:
-  """A kernel and how it is launched.
-
-  Attributes:
-    kernel: its PTX.
-    grid: blocks.
-    shared_bytes: of dynamic shared memory.
-    pointers: the arrays of the leading parameters.
-    maps: of the last parameter; () if there is none.
-  """
-
-  kernel: Kernel
-  grid: tuple[int, int, int]
-  shared_bytes: int
-  pointers: tuple[int, ...]
-  maps: tuple[MapSpec, ...]
-
-  def run(self, arrays: Sequence[np.ndarray], seed: int) -> None:
-    """Runs the kernel. Args: arrays: all arguments; equal ones share memory. Raises KernelFault."""
-    memory = GlobalMemory()
-    places: dict[int, int] = {}
-    for number, array in enumerate(arrays):
-      if id(array) not in places:
-        places[id(array)] = memory.add_buffer(f"argument {number}", array).address
-    self.launch(memory, [places[id(array)] for array in arrays], seed)
-
-  def launch(self, memory: GlobalMemory, addresses: Sequence[int], seed: int) -> None:
-    """Runs the kernel. Args: addresses: of all arrays. Raises KernelFault."""
-    arguments: list[int | list[TensorMap]] = [addresses[number] for number in self.pointers]
-    if self.maps:
-      arguments.append([spec.place(addresses[spec.argument]) for spec in self.maps])
-    run_kernel(self.kernel, memory, arguments, self.grid, self.shared_bytes, seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +43,8 @@ class LoweredKernel:
   maps: tuple[MapSpec, ...]
 
   def with_ptx(self, text: str) -> CompiledKernel:
-    """Returns the kernel with its PTX. Raises PtxError if the PTX has other parameters."""
-    (kernel,) = read_kernels(text)
-    num_pointers = len(kernel.parameters) - bool(self.maps)
-    if num_pointers != len(self.pointers):
-      raise PtxError(f"kernel {kernel.name} has {num_pointers} pointers; its module names {self.pointers}")
-    return CompiledKernel(kernel, self.grid, self.shared_bytes, self.pointers, self.maps)
+    """Returns the kernel with its PTX."""
+    return CompiledKernel(text, self.grid, self.shared_bytes, self.pointers, self.maps)
 
 
 class _Watch:
@@ -280,7 +209,7 @@ class Emulation(NamedTuple):
     faults: what they did wrong. JAX raises an error of its own that only quotes it.
   """
 
-  kernels: list[CompiledKernel]
+  kernels: list[ArrayCall]
   faults: list[Exception]
 
 
@@ -296,22 +225,18 @@ def emulate_kernels(seed: int = 0) -> Emulation:
   seeds = itertools.count(seed)
 
   def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-    kernel = compile_kernel(ctx.avals_in, params)
-    compiled.append(kernel)
-    aliases = dict(params["input_output_aliases"])
+    made = tuple((tuple(aval.shape), np.dtype(aval.dtype).name) for aval in ctx.avals_out)
+    aliases = tuple(sorted(dict(params["input_output_aliases"]).items()))
+    call = ArrayCall(compile_kernel(ctx.avals_in, params), made, aliases)
+    compiled.append(call)
     outputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
 
     def run(*inputs: Any) -> list[np.ndarray]:
-      given = [np.array(value, order="C") for value in inputs]
-      made = [_unwritten(out.shape, out.dtype) for out in outputs]
-      for source, target in aliases.items():
-        made[target] = given[source]
       try:
-        kernel.run([*given, *made], next(seeds))
+        return call.run(inputs, next(seeds))
       except (KernelFault, PtxError) as error:
         faults.append(error)
         raise
-      return made
 
     emit = mlir.lower_fun(lambda *values: jax.pure_callback(run, outputs, *values), multiple_results=True)
     return emit(ctx, *args)
@@ -320,6 +245,8 @@ def emulate_kernels(seed: int = 0) -> Emulation:
   return Emulation(compiled, faults)
 
 
-def _unwritten(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  """Returns an array whose bits are all 1: NaN in each float, also of 8 bits."""
-  return np.full((*shape, np.dtype(dtype).itemsize), 0xFF, np.uint8).view(dtype)[..., 0]
+def compile_kernels(program: Callable, arguments: tuple) -> list[ArrayCall]:
+  """Compiles the kernels of a program, in the order in which it calls them; runs none. Raises as `compile_kernel`."""
+  found = emulate_kernels().kernels
+  jax.jit(program).lower(*arguments)
+  return found
