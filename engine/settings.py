@@ -425,9 +425,10 @@ class DeviceSettings:
   )
   attention: str = setting(
     "auto",
-    "Paged attention kernels; auto: the platform's own.",
+    "Paged attention kernels; cpu: in C++; gpu: for Hopper; portable: for any NVIDIA GPU from compute capability 8.0; "
+    "reference: anywhere, slow; auto: the best that has the device and the model.",
     group=_DEVICES,
-    choices=("auto", "reference", "cpu", "gpu", "tpu"),
+    choices=("auto", "reference", "cpu", "gpu", "portable", "tpu"),
   )
   matmul: str = setting(
     "auto",

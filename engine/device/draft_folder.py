@@ -97,7 +97,7 @@ def open_draft(
   if hasattr(implementation(attention), "make_plan"):
     raise ConfigError(
       f"draft_model={path:.200} does not go with attention={attention}: the host plans its work by lengths, which "
-      "passes ahead change on the device; leave out --draft_model"
+      "passes ahead change on the device; set --attention=portable, or leave out --draft_model"
     )
   folder = str(_DEMO) if path == "demo" else path
   plain = dataclasses.replace(form, matrix=PLAIN_MATRIX, ordered=False)

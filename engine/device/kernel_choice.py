@@ -15,11 +15,13 @@ from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from models.weight_form import INT8, PLAIN_MATRIX, MatrixForm
 from pallas_kernels.packed_matmul import api as packed_matmul
-from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention import api, capabilities
 from pallas_kernels.paged_attention.plan import Geometry
 
 _INT4_GROUP = 32  # inputs that share a scale, as in GGUF's Q4_0
 _TPU_INT4_GROUP = 128  # a TPU multiplies blocks of 128 inputs or more; smaller groups are as slow
+# See docs/decisions/gpu-and-tpu.md for a GPU, and benchmarks/README.md for a CPU.
+_COST = "the reference loops over keys in many small kernels, and decodes several times slower"
 _FP8_CAPABILITY = 8.9  # least compute capability of GPUs that multiply e4m3
 
 
@@ -27,35 +29,24 @@ def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], 
   """Returns the implementations to try on a device (jax.Device), before anything compiles.
 
   Returns:
-    Names, the best first; and why the platform's best is missing, or "".
+    Names, the best first; and why the device has only the reference, or "".
 
   Raises:
     ConfigError: the requested implementation cannot run there.
   """
-  platform = device.platform
-  try:
-    names = api.candidates(requested, platform)
-    # The others run anywhere: the reference, and implementations that a benchmark registered.
-    if requested in ("cpu", "gpu", "tpu") and requested not in api.candidates("auto", platform):
-      raise NotImplementedError(
-        f"attention={requested} cannot run on this machine's device ({device.device_kind}, platform {platform}); set "
+  where = device.platform, str(getattr(device, "compute_capability", ""))
+  if requested != "auto":
+    refusal = capabilities.find_device_refusal(requested, *where)
+    if refusal:
+      raise ConfigError(
+        f"attention={requested} cannot run on this machine's device ({device.device_kind}): {refusal}; set "
         "--attention=auto, or --attention=reference, which runs anywhere, slowly"
       )
-  except NotImplementedError as error:
-    raise ConfigError(str(error)) from error
-  if "gpu" not in names:
-    return names, ""
-  capability = str(getattr(device, "compute_capability", "unknown"))
-  try:
-    api.check_gpu_capability(capability)
-  except NotImplementedError as error:
-    if requested == "gpu":
-      raise ConfigError(f"attention=gpu: {error}") from error
-    return ("reference",), (
-      f"attention=reference: the GPU kernels need compute capability {api.GPU_CAPABILITY}, and "
-      f"{device.device_kind} has {capability}"
-    )
-  return names, ""
+    return api.candidates(requested, *where), ""
+  reason = capabilities.explain_reference(*where)
+  if reason:
+    reason = f"attention=reference on {device.device_kind}: {reason}; {_COST}"
+  return api.candidates(requested, *where), reason
 
 
 def choose_attention(
@@ -74,6 +65,9 @@ def choose_attention(
       api.check_supported(name, geometry, dtype, kv_dtype)
 
   attention, reason = api.choose_attention(candidates, check)
+  if reason:
+    cost = f"; {_COST}" if attention == "reference" else ""
+    reason = f"attention={attention}: {reason}{cost}"
   max_model_len = options.max_model_len or model.max_position
   if max_model_len > model.max_position:
     raise ConfigError(

@@ -3,7 +3,7 @@
 An implementation is a module of this folder with the functions `kv_shape` and `attend`, as in reference.py. It owns the
 layout of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. It may also define
 
-  check_supported(geometry, dtype)            raises NotImplementedError for unsupported shapes and dtypes
+  check_supported(geometry, dtype)            raises NotImplementedError for what the table of capabilities.py allows
   check_kv_dtype(geometry, kv_dtype)          the same for the buffer's dtypes of EIGHT_BIT_KV
   PREFERRED_BLOCK_SIZE, PREFERRED_BLOCK_SIZES the tokens of a block, and those of a buffer's dtype
   make_plan(geometry, device_kind) -> Plan    work lists that the host sends with every step (plan.py)
@@ -21,21 +21,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention import capabilities
 from pallas_kernels.paged_attention.fp8_kv import BYTES
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 # Imported on first use, because the GPU's module needs packages that a TPU machine may lack.
-IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
+IMPLEMENTATIONS = ("reference", "cpu", "gpu", "portable", "tpu")
 # With `Geometry.invariant`, a query has the same sums alone in its row and in a chunk; in ACROSS_SHAPES also in steps
 # of different shapes.
-WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
+WITHIN_A_SHAPE = ("reference", "cpu", "gpu", "portable")
 ACROSS_SHAPES = ("cpu",)
-# The dtypes of buffers besides the layer's own, by the names that users know; and those that each implementation has.
+# The dtypes of buffers besides the layer's own, by the names that users know.
 EIGHT_BIT_KV = {"int8": jnp.dtype(jnp.int8), "fp8": BYTES}
-_EIGHT_BIT_KV_OF = {"reference": ("int8", "fp8"), "cpu": ("int8",), "gpu": ("fp8",), "tpu": ("int8", "fp8")}
-# Best first. The CPU's second implementation supports everything that its first does, so "auto" may fall back to it.
-_OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
-GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma
 
 
 def implementation(name: str) -> ModuleType:
@@ -45,40 +42,18 @@ def implementation(name: str) -> ModuleType:
   return importlib.import_module(f"pallas_kernels.paged_attention.{name}")
 
 
-def candidates(requested: str, platform: str) -> tuple[str, ...]:
-  """Returns the implementations to try on a platform ("cpu", "gpu", "tpu"), best first.
+def candidates(requested: str, platform: str, compute_capability: str = "") -> tuple[str, ...]:
+  """Returns the implementations to try on a device, best first; the reference runs anywhere.
 
   Args:
-    requested: the only candidate, or "auto" for the platform's own.
-
-  Raises:
-    NotImplementedError: `requested` is "auto" and the platform has no implementation.
+    requested: the only candidate, or "auto" for all that run on the device.
+    platform: as JAX names it, such as "cpu", "gpu", "tpu".
+    compute_capability: of a GPU, such as "9.0".
   """
   if requested != "auto":
     implementation(requested)
     return (requested,)
-  if platform not in _OF_PLATFORM:
-    raise NotImplementedError(
-      f"paged attention: no implementation for platform {platform!r}; supported are {', '.join(_OF_PLATFORM)}, and "
-      "--attention=reference runs anywhere, slowly"
-    )
-  return _OF_PLATFORM[platform]
-
-
-def check_gpu_capability(compute_capability: str) -> None:
-  """Rejects a GPU on which the implementation "gpu" cannot run, before anything compiles.
-
-  Args:
-    compute_capability: the value of `jax.Device.compute_capability`, such as "9.0".
-
-  Raises:
-    NotImplementedError: the capability is not GPU_CAPABILITY.
-  """
-  if compute_capability != GPU_CAPABILITY:
-    raise NotImplementedError(
-      f"paged attention on GPU: compute capability {compute_capability} is not supported; supported is "
-      f"{GPU_CAPABILITY} (Hopper: H100, H200, H20, GH200); set --attention=reference, which runs on any GPU, slowly"
-    )
+  return capabilities.candidates(platform, compute_capability)
 
 
 def choose_attention(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, str]:
@@ -204,13 +179,11 @@ def check_supported(name: str, geometry: Geometry, dtype: Any, kv_dtype: Any = N
     kv_dtype: of the buffer: `dtype`, which is also meant by None, or one of EIGHT_BIT_KV.
   """
   module, dtype, kv_dtype = implementation(name), jnp.dtype(dtype), jnp.dtype(dtype if kv_dtype is None else kv_dtype)
-  flag, own = name_kv_dtype(kv_dtype), _EIGHT_BIT_KV_OF.get(name, ())
-  if flag in EIGHT_BIT_KV and flag not in own:
-    raise NotImplementedError(
-      f"kv_dtype={flag}: paged attention ({name}) has no {flag} KV; set --kv_dtype to {' or '.join(('auto', *own))}"
-    )
-  # The reference supports everything.
-  for check, *more in (("check_supported", dtype), *([("check_kv_dtype", kv_dtype)] if flag in EIGHT_BIT_KV else [])):
+  kv_name = name_kv_dtype(kv_dtype)
+  if refusal := capabilities.find_refusal(name, geometry, dtype.name, kv_name):
+    raise NotImplementedError(refusal)
+  own = [("check_kv_dtype", kv_dtype)] if kv_name in EIGHT_BIT_KV else []
+  for check, *more in (("check_supported", dtype), *own):
     if hasattr(module, check):
       getattr(module, check)(geometry, *more)
 

@@ -15,7 +15,6 @@ from pallas_kernels.paged_attention.int8_kv import stored_size
 from pallas_kernels.paged_attention.plan import Geometry
 
 PREFERRED_BLOCK_SIZE = 16
-_MOST_HEAD_DIM, _MOST_GROUP = 256, 48  # kMostHeadDim, kMostQueries
 _FLOAT32 = jnp.dtype(jnp.float32)
 _INT8_MULTIPLE = 16  # kLanes, at most
 
@@ -32,12 +31,6 @@ def kv_shape(
 
 def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
   """See api.check_supported."""
-  if geometry.head_dim > _MOST_HEAD_DIM:
-    raise NotImplementedError(f"paged attention (cpu): head_dim={geometry.head_dim} exceeds {_MOST_HEAD_DIM}")
-  if geometry.group > _MOST_GROUP:
-    raise NotImplementedError(f"paged attention (cpu): {geometry.group} query heads a KV head exceed {_MOST_GROUP}")
-  if dtype not in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
-    raise NotImplementedError(f"paged attention (cpu): dtype {dtype} is neither float32 nor bfloat16")
   native.load_library("paged_attention")
 
 

@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import plan as plans
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
@@ -20,9 +19,6 @@ from pallas_kernels.paged_attention.plan import Geometry, Plan
 from pallas_kernels.paged_attention.tuning import count_sms, tuning_for
 
 PREFERRED_BLOCK_SIZE = 64  # one tile of keys, loaded by one copy
-_BLOCK_SIZES = (16, 32, 64, 128)
-_HEAD_DIMS = (64, 128)
-_LARGEST_GROUP = 64  # packed rows of a decode tile
 
 
 def kv_shape(
@@ -30,25 +26,6 @@ def kv_shape(
 ) -> tuple[int, ...]:  # the same in any dtype
   """Returns [P, K, 2, page, H]: for each block and KV head the keys, then the values."""
   return num_blocks, num_kv_heads, 2, block_size, head_dim
-
-
-def check_supported(geometry: Geometry, dtype: Any) -> None:
-  """Raises NotImplementedError for unsupported shapes and dtypes; see api.check_supported."""
-  for what, value, supported in (
-    ("dtype", jnp.dtype(dtype).name, ("bfloat16",)),
-    ("head_dim", geometry.head_dim, _HEAD_DIMS),
-    ("block_size", geometry.block_size, _BLOCK_SIZES),
-  ):
-    if value not in supported:
-      raise NotImplementedError(
-        f"paged attention on GPU: {what}={value} is not supported; supported are {', '.join(map(str, supported))}, and "
-        "--attention=reference supports any"
-      )
-  if geometry.group > _LARGEST_GROUP:
-    raise NotImplementedError(
-      f"paged attention on GPU: {geometry.group} query heads a KV head are not supported; supported are 1 to "
-      f"{_LARGEST_GROUP}, and --attention=reference supports any"
-    )
 
 
 def make_plan(geometry: Geometry, device_kind: str) -> Plan:

@@ -72,13 +72,7 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
     dtype: of queries, and of a buffer without a dtype of its own.
   """
   dtype = jnp.dtype(dtype)
-  if dtype not in (jnp.bfloat16, jnp.float32):
-    raise NotImplementedError(f"paged attention on TPU: dtype {dtype} is none of bfloat16, float32")
   check_kv_dtype(geometry, dtype)
-  if geometry.group > _TILE_ROWS:
-    raise NotImplementedError(
-      f"paged attention on TPU: {geometry.group} query heads a KV head are not supported; up to {_TILE_ROWS} are"
-    )
   rows, width = geometry.rows, geometry.table_width
   if 4 * (-(-rows // 8) * 8) * (-(-width // _LANES) * _LANES) > _TABLE_BYTES:
     raise NotImplementedError(

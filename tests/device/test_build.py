@@ -92,7 +92,7 @@ def test_facts_are_told_as_they_are_known(folder, tmp_path):
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be at least 0"),
     ({"block_size": -1}, "block_size=-1 must be at least 0"),
-    ({"attention": "cuda"}, "attention='cuda' must be one of auto, reference, cpu, gpu, tpu"),
+    ({"attention": "cuda"}, "attention='cuda' must be one of auto, reference, cpu, gpu, portable, tpu"),
     ({"matmul": "fast"}, "matmul='fast' must be one of auto, xla, packed"),
     (
       {"quantization": "int3"},

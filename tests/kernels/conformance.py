@@ -189,8 +189,8 @@ def check(implementation: ModuleType, spec: ArgSpec, call: Callable | None = Non
 
 
 def relative(dtype: str) -> float:
-  """Of the result's own rounding, to 8 bits in bf16."""
-  return 2.0**-8 if dtype == "bfloat16" else 0.0
+  """Of the result's own rounding, to 8 bits in bf16 and 11 bits in f16."""
+  return {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(dtype, 0.0)
 
 
 class Conformance:

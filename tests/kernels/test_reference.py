@@ -56,7 +56,7 @@ def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
 
 @pytest.mark.parametrize(
   ("name", "kv_dtype", "choices"),
-  [("gpu", "int8", "auto or fp8"), ("cpu", "fp8", "auto or int8")],
+  [("gpu", "int8", "auto or fp8"), ("portable", "int8", "auto or fp8"), ("cpu", "fp8", "auto or int8")],
 )
 def test_kv_that_a_kernel_does_not_have_is_refused_with_what_it_has(name: str, kv_dtype: str, choices: str) -> None:
   geometry = ArgSpec("refused", (), 8, 8, 32).geometry
@@ -65,7 +65,7 @@ def test_kv_that_a_kernel_does_not_have_is_refused_with_what_it_has(name: str, k
     api.check_supported(name, geometry, "bfloat16", api.EIGHT_BIT_KV[kv_dtype])
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [("gpu", "fp8"), ("tpu", "fp8"), ("tpu", "int8")])
+@pytest.mark.parametrize(("name", "kv_dtype"), [("gpu", "fp8"), ("portable", "fp8"), ("tpu", "fp8"), ("tpu", "int8")])
 def test_kv_of_8_bits_is_supported_at_the_preferred_block_size(name: str, kv_dtype: str) -> None:
   dtype = api.EIGHT_BIT_KV[kv_dtype]
   size = max(32, api.preferred_block_size(name, dtype))

@@ -217,7 +217,7 @@ class TestSupport:
   @pytest.mark.parametrize(
     ("change", "dtype", "words"),
     [
-      ({}, "float16", "dtype float16"),
+      ({}, "float16", "dtype=float16"),
       ({"block_size": 8}, "bfloat16", "block_size=8"),
       ({"block_size": 16, "kv_dtype": "uint8"}, "bfloat16", "block_size=16 for fp8 is no multiple of 32"),
       ({"block_size": 64, "kv_dtype": "int8"}, "float32", "block_size=64 for int8 is no multiple of 128"),

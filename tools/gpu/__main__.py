@@ -105,12 +105,12 @@ def _timings() -> list[Job]:
 def _checks() -> list[Job]:
   import jax.numpy as jnp
 
-  from pallas_kernels.paged_attention import arg_specs, gpu
+  from pallas_kernels.paged_attention import api, arg_specs
 
   found: list[Job] = []
   for spec in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE):
     try:
-      gpu.check_supported(spec.geometry, jnp.bfloat16)
+      api.check_supported("gpu", spec.geometry, jnp.bfloat16)
     except NotImplementedError:
       continue
     found.append({"kind": "check", "op": "parts", "spec": spec.name})
