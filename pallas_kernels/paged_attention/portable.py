@@ -1,6 +1,7 @@
 """Paged attention for any NVIDIA GPU since Ampere (Pallas Triton); it may use no feature of a single architecture.
 
 XLA's own Triton compiles these kernels for the device at hand, with its matrix instructions and asynchronous copies.
+
 A layer runs three kernels, none of which needs a work list of the host:
 
   rotate_and_write   rotary embedding, and keys and values to their slots of the donated buffer
@@ -11,7 +12,7 @@ A layer runs three kernels, none of which needs a work list of the host:
 Where a step has too few rows to keep a GPU busy, `decode` splits rows over thread blocks, and a fourth kernel sums
 their partial results in order (Flash-Decoding, https://pytorch.org/blog/flash-decoding).
 
-A row's bits do not depend on its batch: a query's sums have the same terms in the same order in any tile, and a chunk
+A row's bits do not depend on its batch. A query's sums have the same terms in the same order in any tile, and a chunk
 of keys that it does not see changes no bit of them. A row's own length alone decides where a rung splits it.
 """
 
@@ -63,7 +64,7 @@ def _round_up(x: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _PortableCall:
   """The static arguments of a call.
 
   Attributes:
@@ -191,7 +192,7 @@ def _narrow(x: jax.Array) -> jax.Array:
   return (jnp.where(is_finite, rounded, 0x7F) | ((bits >> 24) & 0x80)).astype(BYTES)
 
 
-def _attend(call: _Call, tables, q, kv, row, head, tokens, stop, offset, low, high, begin, end):
+def _attend(call: _PortableCall, tables, q, kv, row, head, tokens, stop, offset, low, high, begin, end):
   """Walks chunks of a row's keys with an online softmax.
 
   Args:
@@ -244,7 +245,7 @@ def _attend(call: _Call, tables, q, kv, row, head, tokens, stop, offset, low, hi
   return lax.fori_loop(begin, end, step, _start(rows, call.width))
 
 
-def _store(call: _Call, out, head, tokens, stop, acc, total) -> None:
+def _store(call: _PortableCall, out, head, tokens, stop, acc, total) -> None:
   """Stores weighted values over their sum of weights; zeros for tokens that see no key."""
   columns, in_head = call.columns()
   mine = (tokens < stop)[:, None]
@@ -254,7 +255,7 @@ def _store(call: _Call, out, head, tokens, stop, acc, total) -> None:
   plgpu.store(out.at[at], result, mask=mine & in_head)
 
 
-def _prefill_kernel(call: _Call, tables, lens, starts, q, kv, out):
+def _prefill_kernel(call: _PortableCall, tables, lens, starts, q, kv, out):
   geometry, head = call.geometry, pl.program_id(1)
   num_rows, tile = geometry.rows, call.prefill_rows // geometry.group
   # Padding tokens are a row behind the others.
@@ -282,7 +283,7 @@ def _prefill_kernel(call: _Call, tables, lens, starts, q, kv, out):
     _store(call, out, head, tokens, stop, acc, total)
 
 
-def _decode_kernel(call: _Call, tables, lens, starts, q, kv, *refs):
+def _decode_kernel(call: _PortableCall, tables, lens, starts, q, kv, *refs):
   """See `ragged_paged_attention`. The grid is rows, KV heads and parts."""
   row, head, part = (pl.program_id(axis) for axis in range(3))
   first, last, length = starts[row], starts[row + 1], lens[row]
@@ -316,7 +317,7 @@ def _decode_kernel(call: _Call, tables, lens, starts, q, kv, *refs):
       plgpu.store(parts.at[at], acc / total[:, None], mask=jnp.broadcast_to(in_head, acc.shape))
 
 
-def _combine_kernel(call: _Call, lens, starts, parts, logs, _, out):
+def _combine_kernel(call: _PortableCall, lens, starts, parts, logs, _, out):
   """Sums the parts of each row and KV head, in order."""
   row, head = (pl.program_id(axis) for axis in range(2))
   first, last, length = starts[row], starts[row + 1], lens[row]
@@ -434,7 +435,7 @@ def ragged_paged_attention(
   geometry = Geometry(
     *(num_tokens, num_rows, table_width, kv.shape[3], num_heads, kv.shape[1], head_dim, sliding_window, invariant)
   )
-  call = _Call(geometry, scale, soft_cap, jnp.dtype(q.dtype))
+  call = _PortableCall(geometry, scale, soft_cap, jnp.dtype(q.dtype))
   result, rows = jax.ShapeDtypeStruct(q.shape, q.dtype), (block_tables, kv_lens, query_starts)
 
   def run(kernel, grid, out_shape, *inputs, stages=3, warps=4, aliases=None):
