@@ -1,4 +1,4 @@
-"""Compiles every rung's whole step for an H200 and for TPUs without the hardware, and checks the result.
+"""Compiles every rung's whole step for GPUs and TPUs without the hardware, and checks the result.
 
   make check-device                     every rung of the demo model and of Llama-3-8B's shapes, on every target
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
@@ -58,6 +58,8 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", quantization="fp8"),
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("h200", "tiny", "64", kv_dtype="fp8"),
+  TargetCase("sm_80", "tiny", "64"),
+  TargetCase("sm_100a", "tiny", "64"),
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e", "tiny", "64", kv_dtype="fp8"),
   TargetCase("v5e", "tiny", "64", kv_dtype="int8"),
@@ -77,6 +79,11 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "llama3-8b", "8,64,512", quantization="fp8"),
   TargetCase("h200", "llama3-8b", "64", adapters=True),
   TargetCase("h200", "llama3-8b", "8,64,512", kv_dtype="fp8"),
+  *(TargetCase(target, "tiny", "8,64,256") for target in ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")),
+  TargetCase("sm_80", "tiny", "64", kv_dtype="fp8"),
+  TargetCase("sm_80", "tiny", "128", deterministic=True),
+  TargetCase("v4", "tiny", "8,64"),
+  TargetCase("v5p", "tiny", "8,64"),
   TargetCase("v6e", "demo", _BUDGETS),
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),

@@ -230,6 +230,7 @@ def rung(**changes) -> dict:
   outside = [("kCopy", "copy", "jit(step)/slice")] * 2
   return {
     "target": "h200",
+    "attention": "gpu",
     "model": "tiny",
     "tokens": 64,
     "rows": 64,
