@@ -56,6 +56,12 @@ def candidates(requested: str, platform: str, compute_capability: str = "") -> t
   return capabilities.candidates(platform, compute_capability)
 
 
+def check_gpu_capability(compute_capability: str) -> None:
+  """Raises NotImplementedError for a GPU on which the implementation "gpu" cannot run, with the compute capability."""
+  if refusal := capabilities.find_device_refusal("gpu", "gpu", compute_capability):
+    raise NotImplementedError(f"paged attention: {refusal}; set --attention=auto, which takes what the GPU can run")
+
+
 def choose_attention(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, str]:
   """Returns the first implementation of `names` that passes `check`, and why earlier ones fail ("" for the first).
 
