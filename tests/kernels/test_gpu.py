@@ -249,3 +249,45 @@ def test_a_device_that_is_here_says_itself_how_many_sms_it_has(monkeypatch: pyte
   monkeypatch.setattr(gpu, "count_sms", lambda kind: {"NVIDIA H20": 78}[kind])
   spec = ArgSpec("", (), 8, 8, 64, 4, 8, 2, 128)
   assert gpu.make_plan(spec.geometry, "NVIDIA H20").num_sms == 78
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "10.0", "12.0", "9.1", ""])
+def test_a_gpu_that_is_not_hopper_is_refused(capability: str) -> None:
+  with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0 .*, not .*set --attention=auto"):
+    api.check_gpu_capability(capability)
+
+
+def test_hopper_is_supported() -> None:
+  api.check_gpu_capability("9.0")
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 24])
+def test_a_query_has_the_same_bits_in_a_chunk_and_alone(window: int | None) -> None:
+  """With `Geometry.invariant`: five queries as one row, and each as a separate row."""
+  spec = ArgSpec("chunk", ((5, 150),), 8, 5, 16, 10, 6, 2, 64, sliding_window=window, dtype="bfloat16")
+  arguments = arg_specs.make_arguments(spec)
+  kv = conformance.filled(INTERPRETED, spec, arguments)
+  plan = gpu.make_plan(dataclasses.replace(spec.geometry, invariant=True), "")
+  tables = jnp.asarray(np.broadcast_to(arguments.block_tables[0], arguments.block_tables.shape))
+
+  def call(kv_lens: list[int], query_starts: list[int]) -> np.ndarray:
+    lens, starts = np.array(kv_lens, np.int32), np.array(query_starts, np.int32)
+    packed = plan.make_work(starts, lens)
+    assert plan.split(packed)["counts"][0] == 0, "nothing for the decode kernel"
+    out = INTERPRETED.ragged_paged_attention(
+      conformance.put(arguments.q.astype(jnp.bfloat16)),
+      kv,
+      tables,
+      conformance.put(lens),
+      conformance.put(starts),
+      work=jax.tree.map(conformance.put, plan.split(packed)),
+      plan=plan,
+      scale=spec.scale,
+      sliding_window=window,
+      soft_cap=None,
+    )
+    return conformance.f32(out)
+
+  chunk = call([150, 0, 0, 0, 0], [0, 5, 5, 5, 5, 5])
+  np.testing.assert_array_equal(chunk, call([146, 147, 148, 149, 150], [0, 1, 2, 3, 4, 5]))
+  np.testing.assert_allclose(chunk, conformance.oracle(spec, arguments), rtol=2.0**-8, atol=ATOL)
