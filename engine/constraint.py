@@ -54,6 +54,10 @@ class ConstrainedDraft(NamedTuple):
 class DraftingConstraint(Protocol):
   """A Constraint that takes part in speculative decoding."""
 
+  def find_forced(self) -> int:
+    """Returns the only token that `allowed` allows; -1 if there are several, or the output is done. Cheap."""
+    ...
+
   def find_draft(self, proposed: Sequence[int], count: int, forces: bool) -> ConstrainedDraft:
     """Returns at most `count` tokens; does not change the state. An error costs drafts only.
 
@@ -100,6 +104,10 @@ class Recorded:
     tokens, is_forced = self.draft
     return ConstrainedDraft(tokens, (b"",) * len(tokens), is_forced)
 
+  def find_forced(self) -> int:
+    """See DraftingConstraint; the trace holds forced tokens."""
+    return -1
+
   def allowed(self) -> bytes:
     return b""
 
@@ -114,11 +122,13 @@ class Verdicts(NamedTuple):
     done: rows whose token completes the output.
     failed: rows whose constraint cannot continue, and why.
     num_taken: rows of these with several tokens -> number of accepted tokens; other rows: all, or none if failed.
+    forced: row -> the tokens that follow those of the step because the constraint allows no others.
   """
 
   done: frozenset[int] = frozenset()
   failed: Mapping[int, str] = {}
   num_taken: Mapping[int, int] = {}
+  forced: Mapping[int, tuple[int, ...]] = {}
 
 
 NO_VERDICTS = Verdicts()

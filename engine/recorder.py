@@ -437,8 +437,9 @@ class Recorder:
         }
         | ({"row_ends": list(result.row_ends)} if result.row_ends else {})
         | ({"proposals": [[row, *found] for row, found in result.proposals.items()]} if result.proposals else {})
-        | ({"done": sorted(verdicts.done), "failed": sorted(verdicts.failed.items())} if any(verdicts) else {})
+        | ({"done": sorted(verdicts.done), "failed": sorted(verdicts.failed.items())} if any(verdicts[:2]) else {})
         | ({"taken": sorted(verdicts.num_taken.items())} if verdicts.num_taken else {})
+        | ({"forced": [[row, *tokens] for row, tokens in verdicts.forced.items()]} if verdicts.forced else {})
       )
 
   def _line(self, value: dict) -> None:

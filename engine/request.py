@@ -66,7 +66,9 @@ class Request:
     leader: the live request with leader_id.
     root_key: parent of its first block's key, which decides with whom it shares blocks; fixed on arrival.
     stop_ids: tokens that end the request.
-    num_sent_tokens: tokens sent to the device at the last admission; later inputs are on the device.
+    takes_forced: tokens that its constraint forces join its output at once, and the next step computes them together.
+    num_sent_tokens: tokens whose ids go to the device in rows of several: those known at the last admission, and up to
+      the last forced one. Later inputs are on the device.
     max_computed_tokens: positions that the device ever computes: all but the very last token.
     num_published_blocks: leading blocks of the table that are in the prefix cache, or came from it.
     num_prompt_logprobs: prompt tokens with reported log probabilities.
@@ -111,6 +113,7 @@ class Request:
   leader: "Request | None" = None
   root_key: bytes = b""
   stop_ids: frozenset[int] = frozenset()
+  takes_forced: bool = False
   num_sent_tokens: int = 0
   max_computed_tokens: int = 0
   num_published_blocks: int = 0

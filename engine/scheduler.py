@@ -11,6 +11,8 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
   - The last known token never comes from the cache, because a step must compute at least one position to sample from.
   - A constrained request has no row while one of its tokens is in flight, because the next mask needs that token. With
     overlap, all constrained requests decode together in every second step; other requests do not wait.
+  - Tokens that a constraint forces join the output at commit. The request then has known tokens that no step has
+    computed, as after a preemption, and its next row computes them and samples after the last one.
   - A block may be freed while a launched step still writes to it, because steps run in order of launch.
   - The plan of a row with drafts assumes that all are accepted; commit takes back the rejected ones. So does the plan
     of the request's next row, which may be launched before that (Batch.behind); the device then starts it where the
@@ -20,7 +22,7 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
 """
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 
 from engine.admission import AdmissionControl
@@ -34,6 +36,7 @@ from engine.constraint import (
   ConstrainedDraft,
   Constraint,
   ConstraintFailed,
+  DraftingConstraint,
   FailedConstraint,
   Recorded,
   Verdicts,
@@ -51,6 +54,7 @@ from engine.steady_decode import SteadyDecode
 from engine.step_plan import StepPlan
 from engine.waiting_queue import WaitingQueue, by_rank
 
+_MOST_FORCED = 64  # tokens that follow those of a step at once, at 20 us each
 _EVICTED_SHARE = 8  # with a host pool, an eviction takes at most this part of a small pool
 
 
@@ -194,10 +198,26 @@ class Scheduler:
     if request.deadline is None and config.request_timeout_s:
       request.deadline = request.arrival_time + config.request_timeout_s
     self._next_deadline = min(self._next_deadline, _earliest_deadline(request))
+    request.takes_forced = self._takes_forced(request)
     self._requests[request.id] = request
     self._num_constrained += request.constraint is not None
     self._policy.note_arrival(request)
     self._enqueue(request)
+
+  def _takes_forced(self, request: Request) -> bool:
+    """Returns whether forced tokens may join the request's output without logits.
+
+    Log probabilities need these, and penalties of later tokens count what the device has sampled.
+    """
+    params = request.params
+    return (
+      request.constraint is not None
+      and self.config.speculation == "auto"
+      and request.speculation in ("", "auto")
+      and params.logprobs is params.prompt_logprobs is None
+      and params.presence_penalty == params.frequency_penalty == 0
+      and params.repetition_penalty == 1
+    )
 
   def abort_request(
     self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = ""
@@ -376,7 +396,7 @@ class Scheduler:
         ]
       )
     step = self._num_steps
-    if masks and masks[0][0] < len(decodes) + len(plan.drafted):
+    if masks and any(rows[row].output_token_ids for row, _ in masks):
       self._constrained_step = step
     all_starts = tuple(starts)
     was_alone, columns.alone = columns.alone, not (more_requests or behind)
@@ -618,7 +638,7 @@ class Scheduler:
     if not batch.masks:
       return NO_VERDICTS
     rows = self._launched[batch.step]
-    done, failed, num_taken = [], {}, {}
+    done, failed, num_taken, forced = [], {}, {}, {}
     for row in dict.fromkeys(row for row, _ in batch.masks):
       request = rows[row]
       constraint = request.constraint
@@ -640,7 +660,34 @@ class Scheduler:
         failed[row] = CONSTRAINT_BROKE
       if len(tokens) > 1 and (row in failed or constraint.is_done):
         num_taken[row] = taken
-    return Verdicts(frozenset(done), failed, num_taken)
+      elif request.takes_forced and row not in failed and request.stop_ids.isdisjoint(tokens):
+        try:
+          for token in self._force_tokens(request, constraint, taken):
+            forced[row] = (*forced.get(row, ()), token)
+          if forced.get(row) and constraint.is_done:
+            done.append(row)
+        except ConstraintFailed as error:
+          failed[row], num_taken[row] = str(error), taken
+        except Exception:  # foreign code, whose errors may affect only this request
+          failed[row], num_taken[row] = CONSTRAINT_BROKE, taken
+    return Verdicts(frozenset(done), failed, num_taken, forced)
+
+  def _force_tokens(self, request: Request, constraint: Constraint, num_new: int) -> Iterator[int]:
+    """Yields the tokens that must follow the request's output and `num_new` more, after the constraint accepts each.
+
+    Raises the errors of the constraint.
+    """
+    if not isinstance(constraint, DraftingConstraint):
+      return
+    most = request.params.max_tokens - len(request.output_token_ids) - num_new
+    for _ in range(min(most, _MOST_FORCED)):
+      token = -1 if constraint.is_done else constraint.find_forced()
+      if token < 0:
+        return
+      constraint.accept(token)
+      yield token
+      if token in request.stop_ids:
+        return
 
   def commit(self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts = NO_VERDICTS) -> list[TokenEvent]:
     """Commits the values of a launched batch: new tokens, finishes, blocks to share.
@@ -672,6 +719,7 @@ class Scheduler:
   ) -> list[TokenEvent]:
     """Commits a step request by request."""
     done, failed, num_taken = verdicts.done or None, verdicts.failed or None, verdicts.num_taken
+    forced = verdicts.forced or None
     block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
     bad_rows, logprobs, drafts, behind = result.bad_rows, result.logprobs, batch.num_drafts, batch.behind
@@ -715,6 +763,7 @@ class Scheduler:
         entries = entries[: len(entries) - (num_sampled - len(tokens))]
       outputs = request.output_token_ids
       outputs += tokens
+      more = forced[row] if forced and row in forced else ()
       if sharing and (inputs or end % block_size == 0) and request.status is running:
         self._publish(request, end // block_size)
       token_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -728,6 +777,12 @@ class Scheduler:
         if not samples:
           continue
       request.num_in_flight -= 1
+      if more:
+        outputs += more
+        tokens = (*tokens, *more)
+        end += len(more)
+        if request.status is running:
+          request.num_sent_tokens = request.num_prompt_tokens + len(outputs)
       if request.first_token_time is None:
         request.first_token_time = now
       if embeddings and row in embeddings:

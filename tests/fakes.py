@@ -207,16 +207,23 @@ class FakeRunner(FakeDevice):
     assert not drafts or batch.samples[row] and batch.num_logits[row] == count == 1 + drafts, (
       "drafts without logit rows"
     )
+    is_forced = False
     if batch.token_ids[row]:
       inputs = list(batch.token_ids[row][: count - drafts])
       if inputs[0] == IN_FLIGHT:
         assert drafts and start >= slot.admission.num_prompt_tokens, "no token of this row is in flight"
         inputs = [slot.last_token]
+      num_forced = known - len(slot.token_ids)
+      if num_forced > 0 and slot.admission.constrained and not drafts:  # oracle() says whether they are right
+        slot.token_ids += inputs[-num_forced:]
+        is_forced = True
       assert inputs == slot.token_ids[start:known], "input tokens are not the request's"
     else:
       assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last"
       assert start >= slot.admission.num_prompt_tokens, "last_tokens holds no prompt token"
-    assert batch.samples[row] == (known == len(slot.token_ids)), "samples in the middle, or not at the end"
+    assert batch.samples[row] == (known == len(slot.token_ids)) or (is_forced and not batch.samples[row]), (
+      "samples in the middle, or not at the end"
+    )
     assert (start + count - 1) // block_size < len(slot.table), "the block table is too short"
     for position in range(start, start + count):
       block = slot.table[position // block_size]

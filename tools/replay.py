@@ -95,7 +95,13 @@ def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch
         row_ends=tuple(entry.get("row_ends", ())),
         proposals={row: tuple(found) for row, *found in entry.get("proposals", ())},
       )
-      verdicts = Verdicts(frozenset(entry.get("done", ())), dict(entry.get("failed", ())), dict(entry.get("taken", ())))
+      forced = {row: tuple(tokens) for row, *tokens in entry.get("forced", ())}
+      done, failed, taken = (
+        frozenset(entry.get("done", ())),
+        dict(entry.get("failed", ())),
+        dict(entry.get("taken", ())),
+      )
+      verdicts = Verdicts(done, failed, taken, forced)
       scheduler.commit(launched.pop(entry["step"]), result, entry["now"], verdicts)
     case unknown:
       raise ValueError(f"unknown event {unknown!r}")

@@ -91,12 +91,14 @@ class _Tracked:
     num_expected: rejected drafts before its row to which the proposal fits.
     rows: of each row with drafts in flight, in order, the source and `num_expected`.
     is_lost: the drafts in flight are known to be rejected.
+    may_force: each step looks at it, because its constraint may leave no choice about tokens.
   """
 
   __slots__ = (
     "draft",
     "is_lost",
     "is_tired",
+    "may_force",
     "num_expected",
     "num_failures",
     "num_misses",
@@ -116,6 +118,7 @@ class _Tracked:
     self.num_expected = 0
     self.rows: list[tuple[str, int]] = []
     self.is_lost = False
+    self.may_force = request.constraint is not None and not request.takes_forced
 
 
 class Speculation:
@@ -180,12 +183,13 @@ class Speculation:
     """Starts to watch a request, unless it is watched already or wants no drafts."""
     if request.speculation == "none" or request.id in self._fresh or request.id in self._tracked:
       return
-    if request.constraint is None and self.model is None:
+    may_force = request.constraint is not None and not request.takes_forced
+    if not may_force and self.model is None:
       self._fresh[request.id] = request
       self.next_look = min(self.next_look, self._no_looks_until)
     else:
       tracked = self._tracked[request.id] = _Tracked(request)
-      (self._awake if request.constraint is None else self._lively)[request.id] = tracked
+      (self._lively if may_force else self._awake)[request.id] = tracked
       self.next_look = 0
 
   def end_request(self, request_id: str) -> None:
@@ -275,7 +279,7 @@ class Speculation:
     num_tokens = 0
     for number, (request_id, tracked) in enumerate(looks):
       request = tracked.request
-      if request is None or request.slot < 0 or (request.num_drafts and request.constraint is not None):
+      if request is None or request.slot < 0 or (request.constraint is not None and request.num_in_flight):
         continue
       try:
         num_indexed = drafter.num_indexed(request_id)
@@ -285,8 +289,8 @@ class Speculation:
         self._note_error(request_id)
         continue
       num_tokens += num_new if number >= num_lively else 0
-      if request.constraint is not None:
-        if not request.num_in_flight and isinstance(request.constraint, DraftingConstraint):
+      if tracked.may_force:
+        if isinstance(request.constraint, DraftingConstraint):
           tracked.draft = draft
           found[request_id] = tracked
       elif draft.tokens and (not least or self._estimate_rate(tracked, draft.source) > least):
@@ -378,7 +382,8 @@ class Speculation:
   def _make_constrained(self, row: int, request: Request, tracked: _Tracked, most: int) -> DraftCandidate | None:
     """Returns the draft that the request's constraint makes of the drafter's."""
     constraint = request.constraint
-    assert isinstance(constraint, DraftingConstraint)
+    if not isinstance(constraint, DraftingConstraint):
+      return None
     if self._step < tracked.wakes_at:
       tracked.draft = NO_DRAFT
     elif tracked.wakes_at != AWAKE:
@@ -386,7 +391,7 @@ class Speculation:
       forget_half(tracked.trials)
     rate_of_draft = self._estimate_rate(tracked, tracked.draft.source) if tracked.draft.tokens else 0.0
     forces = self._forces and request.speculation != "ngram"
-    rate = self._estimate_rate(tracked, GRAMMAR) if forces else 0.0
+    rate = self._estimate_rate(tracked, GRAMMAR) if forces and tracked.may_force else 0.0
     if max(rate_of_draft, rate) <= self._least_rate:
       return None
     try:
@@ -526,13 +531,13 @@ class Speculation:
       if self._awake.pop(request.id, None):
         self._lively[request.id] = tracked
       return
-    if request.constraint is None and self._lively.pop(request.id, None):
+    if not tracked.may_force and self._lively.pop(request.id, None):
       self._awake[request.id] = tracked
     tracked.num_failures += 1
     if self._estimate_rate(tracked, source) > _SLEEPLESS_RATE:
       return
     pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
-    if request.constraint is not None:
+    if tracked.may_force:
       tracked.wakes_at = step + pause
     elif pause:
       self._sleep(tracked, step + pause)

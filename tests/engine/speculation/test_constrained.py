@@ -4,11 +4,12 @@ import copy
 import dataclasses
 import json
 import random
+from typing import Any
 
 import pytest
 
 from engine.batch import MAX_DRAFT_MASKS
-from engine.constraint import ConstrainedDraft
+from engine.constraint import ConstrainedDraft, ConstraintFailed
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.request import FinishReason, Request
@@ -39,6 +40,10 @@ class Drafting(FakeConstraint):
     if self._state[1] % 3:
       return mask
     return (1 << tokens_of(mask)[0]).to_bytes(len(mask), "little")
+
+  def find_forced(self) -> int:
+    allowed = tokens_of(self.allowed())
+    return allowed[0] if len(allowed) == 1 else -1
 
   def find_draft(self, proposed, count: int, forces: bool) -> ConstrainedDraft:
     twin, tokens, masks = copy.deepcopy(self), [], []
@@ -73,6 +78,7 @@ def some_requests(seed: int, count: int = 24) -> list[Request]:
       min_tokens=rng.choice((0, 1)),
       ignore_eos=rng.random() < 0.5,
       stop_token_ids=rng.choice(((), (5, 6))),
+      logprobs=0 if number % 4 == 3 else None,  # then forced tokens are drafts
     )
     constraint = Drafting(50, rng.choice((None, 1, rng.randint(2, 20)))) if number % 3 else None
     prompt = [rng.randrange(50) for _ in range(rng.randint(1, 20))]
@@ -143,25 +149,76 @@ def test_tokens_and_finishes_are_those_without_drafts(speculation: str, overlap:
   assert masked > 60 and plain > 60 and preemptions, (masked, plain, preemptions)
 
 
-def test_forced_tokens_are_drafts_of_auto_alone():
-  def num_drafts(speculation: str, wanted: str = "") -> int:
+def test_forced_tokens_are_of_auto_alone():
+  def count_steps(speculation: str, wanted: str = "", **params: Any) -> tuple[int, int]:
+    """Returns the steps and the drafts of four requests."""
     config = dataclasses.replace(CONFIG, speculation=speculation, overlap=False)
     scheduler, runner, front = Scheduler(config), FakeRunner(config), Front()
     engine = Engine(scheduler, runner, VirtualClock(), front)
     drafts, launch = [], runner.launch
     runner.launch = lambda batch: drafts.append(sum(batch.num_drafts)) or launch(batch)
     for number in range(4):
-      params = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
-      engine.submit(Request(f"r{number}", [number], params, constraint=Drafting(50), speculation=wanted))
+      chosen = SamplingParams(max_tokens=40, seed=number, ignore_eos=True, **params)
+      engine.submit(Request(f"r{number}", [number], chosen, constraint=Drafting(50), speculation=wanted))
     while engine.num_live:
       engine.step()
-    return sum(drafts)
+    assert engine.dead is None, engine.dead
+    return len(drafts), sum(drafts)
 
-  assert num_drafts("auto") == num_drafts("auto", "auto") > 20
-  assert num_drafts("ngram") == num_drafts("auto", "ngram") < 10
-  assert num_drafts("auto", "none") == 0
+  forced, plain = count_steps("auto"), count_steps("auto", "none")
+  assert forced == count_steps("auto", "auto") and forced[0] < 0.8 * plain[0] and plain[1] == 0, (forced, plain)
+  assert count_steps("ngram") == count_steps("auto", "ngram") and count_steps("ngram")[0] > 0.9 * plain[0]
+  several: list[dict[str, Any]] = [{"logprobs": 0}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}]
+  for params in several:
+    steps, drafts = count_steps("auto", **params)
+    assert drafts > 20 and steps < plain[0], (params, "these need logits, or are counted when sampled: as drafts")
   with pytest.raises(InvalidRequest, match="send one of none, ngram, or serve with another --speculation"):
-    num_drafts("ngram", "auto")
+    count_steps("ngram", "auto")
+
+
+class _Failing(Drafting):
+  """Fails on the third forced token."""
+
+  num_forced = 0
+
+  def find_forced(self) -> int:
+    token = super().find_forced()
+    self.num_forced += token >= 0
+    if self.num_forced == 3:
+      raise ConstraintFailed("no more")
+    return token
+
+
+def test_a_constraint_that_fails_on_a_forced_token_ends_its_request_after_those_before():
+  config = dataclasses.replace(CONFIG, overlap=False)
+  engine = Engine(Scheduler(config), FakeRunner(config), VirtualClock(), front := Front())
+  params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+  wanted, _ = oracle(config, Request("r", [3], params, constraint=Drafting(50)))
+  engine.submit(Request("r", [3], params, constraint=_Failing(50)))
+  while engine.num_live:
+    engine.step()
+  assert engine.dead is None and front.endings() == {"r": [FinishReason.ERROR]}
+  assert 3 < len(front.tokens("r")) < 40 and front.tokens("r") == wanted[: len(front.tokens("r"))]
+
+
+def test_the_last_tokens_may_be_forced():
+  """They end the request at once, by its length, a stop token or the constraint."""
+  reasons = set()
+  for length in range(2, 12):
+    for max_tokens, stops in ((40, ()), (length, ()), (40, tuple(range(length, 50, 4)))):
+      config = dataclasses.replace(CONFIG, overlap=bool(length % 2))
+      engine = Engine(Scheduler(config), FakeRunner(config), VirtualClock(), front := Front())
+      params = SamplingParams(max_tokens=max_tokens, seed=length, ignore_eos=True, stop_token_ids=stops)
+      wanted = oracle(
+        config, Request("r", [3], params, constraint=Drafting(50, None if max_tokens == length else length))
+      )
+      engine.submit(Request("r", [3], params, constraint=Drafting(50, None if max_tokens == length else length)))
+      while engine.num_live:
+        engine.step()
+      assert engine.dead is None, engine.dead
+      assert (front.tokens("r"), *front.endings()["r"]) == wanted
+      reasons.add((wanted[1], len(wanted[0]) == max_tokens))
+  assert reasons == {(FinishReason.STOP, False), (FinishReason.LENGTH, True)}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -213,8 +270,8 @@ def test_a_trace_replays_with_drafts_of_constraints(overlap: bool, tmp_path, mon
   engine.stop_trace()
   engine.step()
   lines = [json.loads(line) for line in path.read_text().splitlines()]
-  assert sum(bool(line.get("drafts")) for line in lines) > 2
-  assert sum(bool((line.get("batch") or {}).get("num_drafts")) for line in lines) > 0
+  assert any(line.get("drafts") for line in lines)
+  assert sum(bool(line.get("forced")) for line in lines) > 2
   assert replay.main([str(path)]) == 0
 
 

@@ -90,6 +90,22 @@ def test_drafts_leave_the_state_and_their_masks_are_those_of_accepting(
   assert bool(num_forced) == (forces and index != 1), "only an object without a schema leaves a choice everywhere"
 
 
+@pytest.mark.parametrize("index", range(len(SOURCES)))
+def test_a_forced_token_is_the_only_allowed_one(compiler: ConstraintCompiler, index: int):
+  rng, num_forced = random.Random(index), 0
+  for _ in range(4):
+    grammar = compile_constraint(compiler, SOURCES[index])
+    for _ in range(60):
+      if grammar.is_done:
+        break
+      allowed, forced = tokens_of(grammar.allowed()), grammar.find_forced()
+      assert ([forced] == allowed) if len(allowed) == 1 else forced == -1
+      num_forced += forced >= 0
+      grammar.accept(rng.choice(allowed))
+    assert not grammar.is_done or grammar.find_forced() == -1
+  assert num_forced
+
+
 def test_names_of_a_schema_are_forced(compiler: ConstraintCompiler, tokenizer: Tokenizer):
   grammar = compile_constraint(compiler, SOURCES[0])
   for token in tokenizer.encode_plain('{"full_name":"Ada",'):
