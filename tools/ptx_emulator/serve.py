@@ -208,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_blocks=32,
     max_model_len=256,
     overlap="false",
+    request_timeout_s=0.0,  # a step takes a minute, and longer on a busy machine
+    queue_timeout_s=0.0,
   )
   started = time.perf_counter()
   source, events = EmulatedPrograms(args.seed), []
