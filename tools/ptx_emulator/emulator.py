@@ -1,7 +1,17 @@
 """Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
 
 Blocks run one after another in any order. They may not read each other's writes, unless an atomic addition with release
-and one with acquire order them. Not modelled are clusters, caches, weak order between warps in global memory, and time.
+and one with acquire order them. Not modelled, and why:
+
+  clusters, several SMs' shared memory   no kernel uses them
+  caches                                 they change no number
+  weak order of warps in global memory   a block's warps exchange nothing through it but behind barriers
+  blocks that write different numbers    padding tokens may share a slot; only the numbers of several schedules differ
+    to the same byte
+  .read of a bulk wait                   a copy writes global memory in the moment when it reads shared memory
+  registers and their limits             ptxas allocates them, and `make check-device` reads its report
+  rounding of approximate functions      ex2 and lg2 have numpy's, whose error is the smaller one
+  time                                   it is what a device is for
 """
 
 from __future__ import annotations
