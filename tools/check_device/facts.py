@@ -115,7 +115,7 @@ def moved(
 
   For a KV buffer's size: every instruction that is not known to write in place. For a weight's size: instructions that
   only move values; a fusion is judged by its parts, since an activation may have a weight's size. A new array in a
-  TPU's vector memory (memory space 1 of its layout; 3 is a v4's CMEM) is a prefetch, as a TPU reads weights. For the size of a
+  TPU's vector memory (space 1 of its layout; 3 is a v4's CMEM) is a prefetch, as a TPU reads weights. For the size of a
   weight that is split over devices: instructions that gather it, also inside a fusion. Weights are bf16 or have 8
   bits, and logits, which are f32, may have the size of one.
 
@@ -140,7 +140,9 @@ def moved(
       if (replaces and any(size in kv_sizes for _, size, _ in arrays)) or (
         moves
         and any(
-          size in weight_sizes and not re.search(r"S\([13]\)", layout) and (dtype in ("bf16", *_NARROW) or "convert" in opcodes)
+          size in weight_sizes
+          and not re.search(r"S\([13]\)", layout)
+          and (dtype in ("bf16", *_NARROW) or "convert" in opcodes)
           for dtype, size, layout in arrays
         )
       ):
