@@ -45,10 +45,12 @@ def config_for(runner: ModelRunner, **changes) -> EngineConfig:
   return EngineConfig(**(settings | changes))
 
 
-def make_engine(runner: ModelRunner, emit: Callable[[list[TokenEvent]], None], **changes) -> Engine:
-  """A fresh engine on a runner that may have served others before."""
+def make_engine(
+  runner: ModelRunner, emit: Callable[[list[TokenEvent]], None], tick_s: float = 1e-6, **changes
+) -> Engine:
+  """A fresh engine on a runner that may have served others before; so much time passes between looks at its clock."""
   clock = iter(range(10**9))
-  return Engine(Scheduler(config_for(runner, **changes)), runner, lambda: float(next(clock)) * 1e-6, emit)
+  return Engine(Scheduler(config_for(runner, **changes)), runner, lambda: next(clock) * tick_s, emit)
 
 
 def serve(

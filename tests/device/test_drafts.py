@@ -102,7 +102,8 @@ def test_an_engine_that_drafts_gives_the_tokens_of_one_that_does_not(sealed, ove
   expected, _ = serve(sealed, requests, overlap=overlap)
   num_drafts = 0
   for num_blocks in (64, 30):
-    found, engine = serve(sealed, requests, overlap=overlap, num_blocks=num_blocks, speculation="ngram")
+    # Steps of milliseconds, beside which the search for drafts costs little.
+    found, engine = serve(sealed, requests, tick_s=1e-3, overlap=overlap, num_blocks=num_blocks, speculation="ngram")
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     for one, other in zip(found, expected, strict=True):
       assert len(one.logprobs) == len(other.logprobs)
