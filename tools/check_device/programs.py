@@ -157,7 +157,7 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   - on several devices, twelve arrays of a share of the rows with the whole vocabulary: eight as above, and four of the
     exchange that makes them
   - for attention, its partial results in f32
-  - 4 MiB for small arrays and alignment
+  - 5 MiB for small arrays and alignment
   """
   share = spec.split.share
   heads = (share.num_heads + 2 * share.num_kv_heads) * share.head_dim
@@ -166,4 +166,4 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   logits = 8 * shape.logits * share.vocab_size * 4
   if spec.mesh.size > 1:  # the sampler's share of the rows, padded to the rows of a TPU's tile
     logits += 12 * -(-shape.logits // (8 * spec.mesh.size)) * 8 * spec.model.vocab_size * 4
-  return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 4 * 2**20
+  return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 5 * 2**20
