@@ -184,14 +184,16 @@ ATTENTION_BUGS = {
     "prefill_bf16", tensor_map(1, shape=lambda shape: (shape[0] + 64, *shape[1:])), "2 bytes at offset", "bounds"
   ),
   "keys unswizzled": Bug("prefill_bf16", tensor_map(1, swizzle=lambda _: 0), "attention: error", "layout"),
-  "staged anew while a copy reads": Bug("decode_bf16", text(BULK_WAIT, ""), "reads; nobody has waited"),
+  "staged anew while a copy reads": Bug("decode_bf16", text(BULK_WAIT, "", 1), "reads; nobody has waited"),
   "maximum over other lanes": Bug(
     "decode_bf16",
     text(r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 1,", r"\1, 4,"),
     "two lanes write different values|error",
     "lanes",
   ),
-  "stage free a phase early": Bug("decode_bf16", text(WAIT, OTHER_PHASE, 3), "nobody has waited|orders the two"),
+  "stage free a phase early": Bug(
+    "prefill_bf16", text(WAIT, OTHER_PHASE, 11), "nobody has waited|orders the two|deadlock"
+  ),
   "widened without a fence": Bug("decode_fp8", text(FENCE, ""), "no fence.proxy.async", "proxy"),
   "fp8 halves swapped": Bug(
     "decode_fp8", text(r"\{ source_pair0, source_pair1 \}", "{ source_pair1, source_pair0 }"), "error", "lanes"
