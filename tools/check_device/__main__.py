@@ -139,7 +139,8 @@ def emulate_kernels(small: bool, schedules: int) -> int:
   Args: schedules: of each kernel on its least batch.
   """
   command = [sys.executable, "-m", "tools.ptx_emulator", f"--schedules={schedules}"]
-  if failed := subprocess.run(command, check=False).returncode:
+  devices = environment(TARGETS["h200"], None)
+  if failed := subprocess.run(command, env=os.environ | devices, check=False).returncode:
     return failed
   with tempfile.TemporaryDirectory(prefix="sluice-emulate-") as out:
     command = [sys.executable, "-m", "tools.gpu", "--dry_run=emulate", "--only=check", "--minutes=60", f"--out={out}"]
