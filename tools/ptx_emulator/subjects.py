@@ -160,14 +160,14 @@ def _prefill(kv_dtype: str) -> Subject:
 
 
 def _decode(kv_dtype: str, has_prefill: bool = True) -> Subject:
-  """Rows of two parts and of one, two stages; the second's queries are on both sides of a multiple of 8.
+  """Rows of one part and of two, two stages; the second's queries are on both sides of a multiple of 8.
 
   Two SMs have the parts of a row, and either may sum them. Without the prefill kernel, the last row is one of its
   rows, and padding gets zeros.
   """
   spec = ArgSpec(
     "decode",
-    ((2, 100), (1, 40), *([] if has_prefill else [(4, 70)])),
+    ((1, 40), (2, 100), *([] if has_prefill else [(4, 70)])),
     8,
     4,
     block_size=64,

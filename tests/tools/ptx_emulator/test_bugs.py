@@ -235,6 +235,13 @@ def check(bug: Bug, seeds: tuple[int, ...]) -> None:
     run_schedules(subject(bug.subject), call, seeds)
 
 
+def test_a_part_counted_before_its_copies_end_is_noticed():
+  """In some schedules a copy is still under way, and the block that sums the row reads what it has not seen counted."""
+  call = text(BULK_WAIT, "", 2)(recorded("decode_bf16"))
+  with pytest.raises(CAUGHT, match="reads bytes that block . has written"):
+    run_schedules(subject("decode_bf16"), call, range(1, 13))
+
+
 @pytest.mark.parametrize("name", unseen_bugs.BUGS)
 def test_a_bug_in_the_source_is_noticed(name: str):
   """The one without whole tiles is a race of two blocks: some schedules give the right numbers."""
