@@ -8,7 +8,7 @@ from tools.check_device.facts import KernelUse
 # With one attention kernel: two norms, four matmuls with their residuals, SwiGLU's product, KV write and attention.
 MAX_LAUNCHES_A_LAYER = 9
 MAX_LAUNCHES_OWN_MATMULS = 12  # deterministic, or int8: XLA's own matmuls do not fuse the residual
-MAX_LAUNCHES_ROUNDED = 19  # w8a8 and fp8: each product follows two kernels or three that norm and round its rows
+MAX_LAUNCHES_ROUNDED = 19  # w8a8 and fp8: up to three kernels norm and round the rows of each product
 MAX_LAUNCHES_ADAPTERS = 37  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
 SUMS_A_LAYER = 2  # over the devices that share it: after attention, and after the MLP
 # Of every product, by quantization.
@@ -66,8 +66,8 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     most = MAX_LAUNCHES_OWN_MATMULS if own else MAX_LAUNCHES_A_LAYER
     most = MAX_LAUNCHES_ROUNDED if rung["quantization"] in _OPERANDS else most
     most = MAX_LAUNCHES_ADAPTERS if rung["adapters"] else most
-    # Prefill and decode kernels: a deterministic step has the former, a step of no more tokens than rows the latter. The
-    # portable kernels are always both, and a third one sums the parts of split rows.
+    # Prefill and decode kernels: a deterministic step has the former, a step of no more tokens than rows the latter.
+    # The portable kernels are always both, and a third one sums the parts of split rows.
     if rung["attention"] == "portable":
       most += 2
     else:
