@@ -6,8 +6,6 @@ Unused pages, positions past a row's end and the queries of padding hold NaN, as
 """
 
 import dataclasses
-from pathlib import Path
-import types
 from typing import Any
 
 import jax
@@ -23,6 +21,7 @@ from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 from tests.kernels.conformance import f32
+from tests.kernels.seeded import seed_bug
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("gpu_interpreter")]
 
@@ -277,7 +276,7 @@ def test_copies_begin_at_whole_tiles(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_queries_copied_into_tiles_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-  tiled = seeded("smem(q_shape, transforms=(_SWIZZLED,))", "smem(q_shape, transforms=_TILED)")
+  tiled = seed_bug(gpu_decode, "smem(q_shape, transforms=(_SWIZZLED,))", "smem(q_shape, transforms=_TILED)")
   case = _case("whole_tiles", ((1, 150), (2, 129)), 64, 1, padding=1)  # else Pallas refuses q for its length already
   assert unaligned_copies(case, monkeypatch, tiled)
 
@@ -331,16 +330,6 @@ MORE_BUGS = (
 )  # fmt: skip
 
 
-def seeded(old: str, new: str) -> types.ModuleType:
-  """The kernel's module with a bug in it."""
-  source = Path(gpu_decode.__file__).read_text()
-  if source.count(old) != 1:  # not an AssertionError, which is what a bug that is caught raises
-    raise ValueError(f"{old!r} occurs {source.count(old)} times")
-  module = types.ModuleType("seeded_gpu_decode")
-  exec(compile(source.replace(old, new), "seeded gpu_decode.py", "exec"), module.__dict__)
-  return module
-
-
 @pytest.mark.parametrize(
   ("case", "old", "new"),
   [pytest.param(case, *bug, id=name.replace(" ", "-")) for case, name, *bug in BUGS]
@@ -348,8 +337,8 @@ def seeded(old: str, new: str) -> types.ModuleType:
 )
 def test_seeded_bug_is_caught(case: Case, old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
   with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-    check(case, capfd, seeded(old, new))
+    check(case, capfd, seed_bug(gpu_decode, old, new))
 
 
 def test_no_bug_is_not_caught(capfd: pytest.CaptureFixture[str]) -> None:
-  check(_SPLIT, capfd, seeded("_KEYS = 64", "_KEYS = 64 "))
+  check(_SPLIT, capfd, seed_bug(gpu_decode, "_KEYS = 64", "_KEYS = 64 "))

@@ -6,7 +6,6 @@ Unused pages, what lies past a row's end in its last page and the queries of pad
 from collections.abc import Iterator
 import dataclasses
 import os
-from pathlib import Path
 import types
 from typing import Any
 
@@ -25,6 +24,7 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
+from tests.kernels.seeded import seed_bug
 
 pytestmark = [
   pytest.mark.kernels,
@@ -231,10 +231,7 @@ def test_seeded_bug_is_caught(old: str, new: str) -> None:
 
 def check_bug(spec: ArgSpec, old: str, new: str) -> None:
   """Checks that a spec notices `new` in place of `old` in the kernel's source."""
-  source = Path(gpu_prefill.__file__).read_text()
-  assert source.count(old) == 1, f"{old!r} must occur once"
-  module = types.ModuleType("seeded")
-  exec(compile(source.replace(old, new), "seeded", "exec"), vars(module))
+  module = seed_bug(gpu_prefill, old, new)
   with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
     check(spec, module, **_TUNING)
 

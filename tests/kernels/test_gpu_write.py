@@ -1,8 +1,6 @@
 """Rotary embedding and KV write on GPU, in Pallas' interpreter with its race detector, against models/layers.py."""
 
 import dataclasses
-from pathlib import Path
-import types
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,6 +13,7 @@ from pallas_kernels.paged_attention.reference import rotate
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 from tests.kernels.conformance import f32, rounded
+from tests.kernels.seeded import seed_bug
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("gpu_interpreter")]
 
@@ -165,16 +164,6 @@ MORE_BUGS = (
 )
 
 
-def seeded(old: str, new: str) -> types.ModuleType:
-  """gpu_write with a change in its source."""
-  source = Path(gpu_write.__file__).read_text()
-  if source.count(old) != 1:  # not an AssertionError, which is what a bug that is caught raises
-    raise ValueError(f"{old!r} occurs {source.count(old)} times")
-  module = types.ModuleType("seeded_gpu_write")
-  exec(compile(source.replace(old, new), "seeded gpu_write.py", "exec"), module.__dict__)
-  return module
-
-
 SUBJECT = Case(11, tile=8)
 FP8_BUGS = (
   ("keys are stored as values", "new.at[:, row, part], layout", "new.at[:, 0, part], layout"),
@@ -189,14 +178,14 @@ FP8_BUGS = (
 )
 def test_seeded_bug_is_caught(old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
   with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-    check_without_races(SUBJECT, capfd, seeded(old, new))
+    check_without_races(SUBJECT, capfd, seed_bug(gpu_write, old, new))
 
 
 @pytest.mark.parametrize(("old", "new"), [pytest.param(*bug, id=name.replace(" ", "-")) for name, *bug in FP8_BUGS])
 def test_seeded_bug_of_fp8_is_caught(old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
   with pytest.raises(AssertionError):
-    check_without_races(dataclasses.replace(SUBJECT, is_fp8=True), capfd, seeded(old, new))
+    check_without_races(dataclasses.replace(SUBJECT, is_fp8=True), capfd, seed_bug(gpu_write, old, new))
 
 
 def test_no_bug_is_not_caught(capfd: pytest.CaptureFixture[str]) -> None:
-  check_without_races(SUBJECT, capfd, seeded("_THREADS = 128", "_THREADS = 128 "))
+  check_without_races(SUBJECT, capfd, seed_bug(gpu_write, "_THREADS = 128", "_THREADS = 128 "))

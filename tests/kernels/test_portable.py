@@ -5,7 +5,6 @@ That they compile for each GPU, without copies, is checked elsewhere, with the w
 
 import dataclasses
 import functools
-from pathlib import Path
 import types
 
 import jax
@@ -18,6 +17,7 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
 from pallas_kernels.paged_attention.reference import rotate
 from tests.kernels import conformance
+from tests.kernels.seeded import seed_bug
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("quick_compilation")]
 
@@ -209,16 +209,6 @@ BUGS = (
 QUICK_BUGS = ("the tail is read", "a part is left out")
 
 
-def seeded(bug: Bug) -> types.ModuleType:
-  """The module with a bug in it."""
-  source = Path(portable.__file__).read_text()
-  if source.count(bug.old) != 1:  # not an AssertionError, which is what a bug that is caught raises
-    raise ValueError(f"{bug.old!r} occurs {source.count(bug.old)} times in portable.py")
-  module = types.ModuleType("seeded_portable")
-  exec(compile(source.replace(bug.old, bug.new), "seeded portable.py", "exec"), module.__dict__)
-  return module
-
-
 @pytest.mark.parametrize(
   "bug",
   [
@@ -228,4 +218,4 @@ def seeded(bug: Bug) -> types.ModuleType:
 )
 def test_seeded_bug_is_caught(bug: Bug) -> None:
   with pytest.raises(AssertionError):
-    check(BUGS_IN, seeded(bug))
+    check(BUGS_IN, seed_bug(portable, bug.old, bug.new))

@@ -6,7 +6,6 @@ so a wait that is missing shows as NaN. That the kernels compile for TPUs is che
 
 from collections.abc import Callable, Iterator
 import dataclasses
-from pathlib import Path
 import types
 
 import jax
@@ -20,6 +19,7 @@ from pallas_kernels.paged_attention import api, arg_specs, int8_kv, tpu
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.fp8_kv import BYTES, to_fp8
 from tests.kernels import conformance
+from tests.kernels.seeded import seed_bug
 
 pytestmark = pytest.mark.kernels
 
@@ -292,11 +292,7 @@ FP8_BUGS = (Bug("bytes are taken for numbers", "lines = from_fp8(lines)", "lines
 
 def seeded(bug: Bug) -> types.ModuleType:
   """The module with a bug in it, and with chunks and tiles so small that short rows have several."""
-  source = Path(tpu.__file__).read_text()
-  if source.count(bug.old) != 1:  # not an AssertionError, which is what a bug that is caught raises
-    raise ValueError(f"{bug.old!r} occurs {source.count(bug.old)} times in tpu.py")
-  module = types.ModuleType("seeded_tpu")
-  exec(compile(source.replace(bug.old, bug.new), "seeded tpu.py", "exec"), module.__dict__)
+  module = seed_bug(tpu, bug.old, bug.new)
   module.__dict__.update(_CHUNK=32, _TILE_ROWS=32)
   return module
 

@@ -4,9 +4,6 @@ A bug is the subject of tools/ptx_emulator/subjects.py that meets it, a text tha
 takes its place.
 """
 
-import pathlib
-import types
-
 BUGS = {
   # Heads of 128: single rows are sliced out of swizzled tiles, where threads XOR relative to the slice.
   "warpgroup_lowering": (
@@ -23,13 +20,3 @@ BUGS = {
   # A bulk copy knows no bounds: the last tile's rows go into the next head, or behind the array.
   "no_whole_tiles": ("write_bf16", "(heads, tiles * tokens, group, head_dim)", "(heads, num_tokens, group, head_dim)"),
 }
-
-
-def seeded(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
-  """Returns a module with a change in its source."""
-  source = pathlib.Path(str(module.__file__)).read_text("utf-8")
-  if source.count(old) != 1:
-    raise ValueError(f"{old!r} occurs {source.count(old)} times")
-  made = types.ModuleType(f"seeded_{module.__name__.rpartition('.')[2]}")
-  exec(compile(source.replace(old, new), f"seeded {module.__file__}", "exec"), vars(made))
-  return made

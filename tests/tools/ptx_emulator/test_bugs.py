@@ -22,6 +22,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.kernels import unseen_bugs
+from tests.kernels.seeded import seed_bug
 from tools.gpu.cases import Wrong
 from tools.ptx_emulator import subjects
 from tools.ptx_emulator.__main__ import recorded_path, run_schedules
@@ -265,7 +266,7 @@ def record_bugs() -> None:
   from tools.ptx_emulator import mosaic
 
   for name, (of, old, new) in unseen_bugs.BUGS.items():
-    module = unseen_bugs.seeded(subject(of).module, old, new)
+    module = seed_bug(subject(of).module, old, new)
     (call,) = mosaic.compile_kernels(*subject(of).program(module))
     call.save(recorded_path(RECORDED, name))
 
