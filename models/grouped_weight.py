@@ -9,6 +9,7 @@ import numpy as np
 from models.families.tensor_map import Piece
 
 BITS = (4, 8)
+WORD = 8  # codes of 4 bits in a uint32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class GroupedWeight:
   * (zero - zero point)), and GGUF's scales with minima.
 
   Attributes:
-    codes: uint8[*inputs, *outputs], each below 2**bits.
+    codes: uint8[*inputs, *outputs], each below 2**bits. Or, of 4 bits, words: uint32 with an eighth of the last input
+      dimension, eight adjacent codes each, the first in the lowest bits. A format that has them so needs no other copy.
     scales: float16 or float32 [groups, *outputs], finite.
     bits: 4 or 8.
     num_inputs: input dimensions of `codes`, at least 1.
@@ -34,18 +36,33 @@ class GroupedWeight:
   offsets: np.ndarray | None = None
 
   def __post_init__(self):
-    assert self.bits in BITS and self.codes.dtype == np.uint8, (self.bits, self.codes.dtype)
+    assert self.bits in BITS and (self.codes.dtype == np.uint8 or self.in_words and self.bits == 4), self.shapes
     assert self.scales.shape[1:] == self.outputs and self.inputs % self.scales.shape[0] == 0, self.shapes
     assert self.offsets is None or self.offsets.shape == self.scales.shape, self.shapes
 
   @property
   def shapes(self) -> str:
-    return f"codes {self.codes.shape}, scales {self.scales.shape}, {self.num_inputs} input dimensions"
+    return (
+      f"codes {self.codes.dtype}{self.codes.shape} of {self.bits} bits, scales {self.scales.shape}, {self.num_inputs} "
+      "input dimensions"
+    )
+
+  @property
+  def in_words(self) -> bool:
+    """Whether the codes are words."""
+    return self.codes.dtype == np.uint32
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The dimensions of the weight, [*inputs, *outputs]."""
+    last = self.num_inputs - 1
+    size = self.codes.shape[last] * (WORD if self.in_words else 1)
+    return (*self.codes.shape[:last], size, *self.codes.shape[last + 1 :])
 
   @property
   def inputs(self) -> int:
     """The number of inputs, flat."""
-    return math.prod(self.codes.shape[: self.num_inputs])
+    return math.prod(self.shape[: self.num_inputs])
 
   @property
   def outputs(self) -> tuple[int, ...]:
@@ -63,24 +80,52 @@ class GroupedWeight:
 
   def dequantize(self) -> np.ndarray:
     """Returns f32[*inputs, *outputs], the weight that all products with this one are compared with."""
-    flat = (self.scales.shape[0], self.group, *self.outputs)
-    weight = (self.codes.reshape(flat).astype(np.float32) - self.zero) * self.scales[:, None].astype(np.float32)
+    flat, codes = (self.scales.shape[0], self.group, *self.outputs), self.unpack().codes
+    weight = (codes.reshape(flat).astype(np.float32) - self.zero) * self.scales[:, None].astype(np.float32)
     if self.offsets is not None:
       weight += self.offsets[:, None].astype(np.float32)
-    return weight.reshape(self.codes.shape)
+    return weight.reshape(codes.shape)
+
+  def unpack(self) -> "GroupedWeight":
+    """Returns the same weight with a byte for each code."""
+    if not self.in_words:
+      return self
+    axis = self.num_inputs - 1
+    words = np.ascontiguousarray(np.moveaxis(self.codes, axis, -1))  # no copy of those of most files
+    codes = np.moveaxis(unpack_nibbles(words.view(np.uint8)), -1, axis)
+    return dataclasses.replace(self, codes=codes)
+
+  def pair_codes(self) -> np.ndarray:
+    """Returns codes of 4 bits as uint8 with half of the last input dimension: two adjacent ones, the first low."""
+    axis = self.num_inputs - 1
+    lead, rest = self.codes.shape[:axis], self.codes.shape[axis + 1 :]
+    if self.in_words:
+      parts = self.codes.view([("bytes", np.uint8, 4)])["bytes"]  # [*inputs, *outputs, 4]
+      return np.moveaxis(parts, -1, axis + 1).reshape(*lead, -1, *rest)
+    split = self.codes.reshape(*lead, -1, 2, *rest)
+    return split.take(0, axis + 1) | (split.take(1, axis + 1) << 4)
 
   def cut(self, part: tuple[slice, ...]) -> "GroupedWeight":
     """Returns a part of the weight, which has whole groups or, with one group, any inputs.
 
-    Args: part: by dimension of the codes.
+    Args: part: by dimension of the weight.
     """
+    bounds = [each.indices(size) for each, size in zip(part, self.shape, strict=True)]
+    if bounds == [(0, size, 1) for size in self.shape]:
+      return self
+    last, of_codes = self.num_inputs - 1, part
+    if self.in_words:
+      start, stop, _ = bounds[last]
+      if start % WORD or stop % WORD:
+        return self.unpack().cut(part)
+      of_codes = (*part[:last], slice(start // WORD, stop // WORD), *part[last + 1 :])
     inputs, outputs = part[: self.num_inputs], part[self.num_inputs :]
-    flat = np.arange(self.inputs).reshape(self.codes.shape[: self.num_inputs])[inputs].reshape(-1)
+    flat = np.arange(self.inputs).reshape(self.shape[: self.num_inputs])[inputs].reshape(-1)
     groups = np.zeros(1, int) if self.scales.shape[0] == 1 else flat[:: self.group] // self.group
     assert self.scales.shape[0] == 1 or np.array_equal(flat // self.group, np.repeat(groups, self.group)), part
     scales = self.scales[groups][(slice(None), *outputs)]
     offsets = None if self.offsets is None else self.offsets[groups][(slice(None), *outputs)]
-    return dataclasses.replace(self, codes=self.codes[part], scales=scales, offsets=offsets)
+    return dataclasses.replace(self, codes=self.codes[of_codes], scales=scales, offsets=offsets)
 
   def regroup(self, group: int) -> "GroupedWeight":
     """Returns the same weight in smaller groups, which repeat scales. Args: group: a divisor of the present one."""
@@ -91,7 +136,7 @@ class GroupedWeight:
 
   def widen(self) -> "GroupedWeight":
     """Returns the same weight as codes of 8 bits, with the same scales."""
-    moved = self.codes + np.uint8(128 - self.zero)
+    moved = self.unpack().codes + np.uint8(128 - self.zero)
     return dataclasses.replace(self, codes=moved, bits=8)
 
 
@@ -141,10 +186,18 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   group = math.gcd(*(weight.group for _, weight in pieces))
   parts = [(piece, (weight.widen() if weight.bits < bits else weight).regroup(group)) for piece, weight in pieces]
   has_offsets = any(weight.offsets is not None for _, weight in parts)
+  inputs = num_inputs - 1, len(pieces[0][0].split) - 1  # the last dimension of inputs, in the parameter and in `split`
+  keeps_words = all(
+    weight.in_words and piece.order[inputs[0]] == inputs[1] and piece.split[-1] % WORD == 0 for piece, weight in parts
+  )
+  if not keeps_words or any(axis == inputs[0] for axis, _ in pieces[0][0].place):
+    parts = [(piece, weight.unpack()) for piece, weight in parts]
   # In the tensors' order of memory, because a transposed copy of bytes takes ten times as long.
-  stored = pieces[0][0].order if pieces[0][1].codes.T.flags.c_contiguous else None
+  stored = pieces[0][0].order if parts[0][1].codes.T.flags.c_contiguous else None
   codes = place_pieces(
-    [(piece, weight.codes.T.reshape(piece.split).transpose(piece.order)) for piece, weight in parts], 0, stored
+    [(piece, weight.codes.T.reshape(*piece.split[:-1], -1).transpose(piece.order)) for piece, weight in parts],
+    0,
+    stored,
   )
   scales = place_scales([(piece, weight.scales) for piece, weight in parts], num_inputs)
   offsets = None
@@ -197,3 +250,15 @@ def place_pieces(
     starts = [place.get(axis, 0) for axis in range(value.ndim)]
     out[tuple(slice(start, start + size) for start, size in zip(starts, value.shape, strict=True))] = value
   return out
+
+
+def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+  """uint8[..., K] -> uint8[..., 2K]; the low half of a byte comes first."""
+  flat, chunk = packed.reshape(-1), 1 << 17
+  pairs = np.empty(flat.size, "<u2")
+  for start in range(0, flat.size, chunk):  # no temporary of the whole size, whose pages the system would clear
+    part, to = flat[start : start + chunk], pairs[start : start + chunk]
+    np.left_shift(part, 4, out=to, dtype=to.dtype)
+    to |= part
+    to &= 0x0F0F
+  return pairs.view(np.uint8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -254,11 +254,7 @@ class GroupedMatrix(PlainMatrix):
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     held = group_weight(weight, self.spec, self.form, part)
-    codes = held.codes
-    if self.form.bits == 4:
-      axis = self.spec.num_inputs - 1
-      pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
-      codes = pairs.take(0, axis + 1) | (pairs.take(1, axis + 1) << 4)
+    codes = held.pair_codes() if self.form.bits == 4 else held.codes
     made = {"array": own_array(codes).reshape(self.shape), "scales": own_array(held.scales)}
     return made if held.offsets is None else made | {"offsets": own_array(held.offsets)}
 
@@ -330,7 +326,7 @@ class GroupSumMatrix(GroupedMatrix):
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     held = group_weight(weight, self.spec, self.form, part)
-    codes = (held.codes.reshape(self.shape) - np.uint8(self._zero)).view(np.int8)
+    codes = (held.unpack().codes.reshape(self.shape) - np.uint8(self._zero)).view(np.int8)
     made = {"array": codes.astype(self.dtype), "scales": own_array(held.scales)}
     return made if held.offsets is None else made | {"offsets": own_array(held.offsets)}
 
@@ -495,7 +491,7 @@ class PackedGroupedMatrix(PackedMatrix):
 
   def arrange(self, weight: Weight, part: Part | None = None) -> dict[str, Array]:
     held = group_weight(weight, self.spec, self.form, part)
-    codes = held.codes.reshape(self.layout.inputs, -1)
+    codes = held.codes.reshape(-1, math.prod(self.spec.outputs))
     scales = held.scales.reshape(self.layout.groups, -1)
     offsets = None if held.offsets is None else held.offsets.reshape(scales.shape)
     return {"array": packed_matmul.pack_groups(codes, scales, offsets, self.form.bits)}

@@ -245,7 +245,8 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
   """Packs a weight into `GroupLayout.shape`, as uint8.
 
   Args:
-    codes: uint8[D, N], each below 2**bits; a transposed view costs no more than a contiguous array.
+    codes: uint8[D, N], each below 2**bits; or, of 4 bits, uint32[D / 8, N], each of eight adjacent inputs, the first in
+      the lowest bits. A transposed view costs no more than a contiguous array.
     scales: float16 or float32 [G, N]; G divides D.
     offsets: like `scales`, or None.
     bits: 4 or 8.
@@ -254,9 +255,13 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
     NativeMissing: the library is not built.
     ValueError: a dtype or shape is not supported.
   """
-  if codes.dtype != np.uint8 or codes.ndim != 2:
-    raise ValueError(f"packed matmul: codes are {codes.dtype}{list(codes.shape)}; they must be uint8[D, N]")
-  inputs, outputs = codes.shape
+  in_words = codes.dtype == np.uint32 and bits == 4
+  if codes.dtype != np.uint8 and not in_words or codes.ndim != 2:
+    raise ValueError(
+      f"packed matmul: codes are {codes.dtype}{list(codes.shape)}; they must be uint8[D, N], or at 4 bits "
+      "uint32[D / 8, N]"
+    )
+  inputs, outputs = codes.shape[0] * (_STEPS[4] if in_words else 1), codes.shape[1]
   for values in (scales, scales if offsets is None else offsets):
     if values.dtype != scales.dtype or values.shape != (len(scales), outputs):
       raise ValueError(
@@ -264,14 +269,16 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
         f"{scales.dtype}[groups, {outputs}] for both"
       )
   layout = GroupLayout(inputs, bits, len(scales), scales.dtype.name, offsets is not None)
-  packed = _zeros(layout.shape(outputs), codes.dtype)
+  packed = _zeros(layout.shape(outputs), np.dtype(np.uint8))
   packs = native.load_library("packed_matmul").SluicePackGroups
   packs.restype = None
   scales = np.ascontiguousarray(scales)
   offsets = None if offsets is None else np.ascontiguousarray(offsets)
   packs(
     ctypes.c_void_p(codes.ctypes.data),
-    *map(ctypes.c_int64, (bits, inputs, outputs, *codes.strides)),
+    *map(
+      ctypes.c_int64, (bits, codes.itemsize, inputs, outputs, *(stride // codes.itemsize for stride in codes.strides))
+    ),
     ctypes.c_void_p(scales.ctypes.data),
     ctypes.c_void_p(None if offsets is None else offsets.ctypes.data),
     *map(ctypes.c_int64, (layout.groups, scales.itemsize)),

@@ -334,12 +334,18 @@ extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N
   return false;
 }
 
-// Packs codes of 4 or 8 bits, a byte each, with scales and offsets (or null) of 2 or 4 bytes, for api.pack_groups.
-extern "C" void SluicePackGroups(const uint8_t* codes, int64_t bits, int64_t D, int64_t N, int64_t down, int64_t across,
-                                 const char* scales, const char* offsets, int64_t num_groups, int64_t value_size,
-                                 uint8_t* to) {
+// Packs codes of 4 or 8 bits, a byte each or (code_size 4) eight of 4 bits in a word, with scales and offsets (or null) of
+// 2 or 4 bytes, for api.pack_groups. down, across: in codes or words.
+extern "C" void SluicePackGroups(const void* codes, int64_t bits, int64_t code_size, int64_t D, int64_t N, int64_t down,
+                                 int64_t across, const char* scales, const char* offsets, int64_t num_groups,
+                                 int64_t value_size, uint8_t* to) {
   const groups::Layout layout(D, num_groups, static_cast<int>(bits), value_size == 2, offsets != nullptr);
-  (bits == 4 ? groups::pack<4> : groups::pack<8>)(codes, N, down, across, scales, offsets, layout, to);
+  if (code_size == 4) {
+    groups::pack_words(static_cast<const uint32_t*>(codes), N, down, across, scales, offsets, layout, to);
+  } else {
+    (bits == 4 ? groups::pack<4> : groups::pack<8>)(static_cast<const uint8_t*>(codes), N, down, across, scales, offsets,
+                                                    layout, to);
+  }
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,

@@ -437,6 +437,18 @@ inline __attribute__((always_inline)) void pack_step(const uint8_t* from, int64_
   }
 }
 
+// Packs scales and offsets (or null) from number `first` on, each of `size` bytes; returns the bytes of all columns.
+inline int64_t pack_values(const char* scales, const char* offsets, int64_t first, int64_t columns, int64_t size,
+                           uint8_t* to) {
+  int64_t done = 0;
+  for (const char* values : {scales, offsets}) {
+    if (values == nullptr) continue;
+    std::memcpy(to + done, values + first * size, static_cast<size_t>(columns * size));
+    done += kColumns * size;
+  }
+  return done;
+}
+
 // Packs codes [D, N] of 8 or 4 bits, with strides `down` along D and `across` along N, and scales and offsets (or null)
 // [groups, N]. Leaves the last block's columns beyond N alone.
 template <int kBits>
@@ -458,10 +470,44 @@ void pack(const uint8_t* from, int64_t N, int64_t down, int64_t across, const ch
           pack_step<kBits>(at, down, across, count, columns, to);
         }
       }
-      for (const char* values : {scales, offsets}) {
-        if (values == nullptr) continue;
-        std::memcpy(to, values + (g * N + n) * size, static_cast<size_t>(columns * size));
-        to += layout.value_bytes;
+      to += pack_values(scales, offsets, g * N + n, columns, size, to);
+    }
+  }
+}
+
+// Returns a word of eight codes, the first in the lowest bits, as its bytes lie in a block: the first four in the low
+// halves and the other four in the high ones.
+inline uint32_t rearrange(uint32_t word) {
+  const auto spread = [](uint32_t half) {
+    half = (half | half << 8) & 0x00ff00ff;
+    return (half | half << 4) & 0x0f0f0f0f;
+  };
+  return spread(word & 0xffff) | spread(word >> 16) << 4;
+}
+
+// The same from words of eight codes [D / 8, N]; groups are multiples of 8 inputs.
+inline void pack_words(const uint32_t* from, int64_t N, int64_t down, int64_t across, const char* scales,
+                       const char* offsets, const Layout& layout, uint8_t* to) {
+  constexpr int64_t kMost = 16;  // steps at once: a cache line of each column
+  const int64_t size = layout.value_bytes / kColumns, steps = layout.group / 8, all = layout.num_groups * steps;
+  for (int64_t n = 0; n < N; n += kColumns) {
+    const int64_t columns = std::min<int64_t>(kColumns, N - n);
+    for (int64_t first = 0; first < all; first += kMost) {
+      const int64_t some = std::min(kMost, all - first);
+      uint32_t words[kMost][kColumns] = {};
+      const uint32_t* at = from + first * down + n * across;
+      if (across == 1) {
+        for (int64_t k = 0; k < some; ++k) std::copy_n(at + k * down, columns, words[k]);
+      } else {
+        for (int64_t j = 0; j < columns; ++j)
+          for (int64_t k = 0; k < some; ++k) words[k][j] = at[k * down + j * across];
+      }
+      for (int64_t k = 0; k < some; ++k) {
+        for (uint32_t& word : words[k]) word = rearrange(word);
+        std::memcpy(to, words[k], sizeof words[k]);
+        to += sizeof words[k];
+        const int64_t step = first + k;
+        if ((step + 1) % steps == 0) to += pack_values(scales, offsets, step / steps * N + n, columns, size, to);
       }
     }
   }

@@ -65,7 +65,7 @@ def test_each_form_dequantizes_as_its_own_package(case):
   # Rounded offsets and scales: a step is the larger of a scale's rounding and 2**-11 of eight scales.
   bound = 0 if scale_dtype == "float32" else np.abs(read.scales.astype(np.float32)).max() * 8 * 2**-11
   assert np.abs(read.dequantize().T - exact).max() <= (bound if has_offsets else 0)
-  assert read.codes.shape == (INPUTS, expected.shape[0]) and bits == read.bits and group in (read.group, 0)
+  assert read.shape == (INPUTS, expected.shape[0]) and bits == read.bits and group in (read.group, 0)
 
 
 @pytest.mark.parametrize("case", sorted(CONFIGS.keys() - FORMS))

@@ -217,6 +217,21 @@ def test_any_view_is_packed(inputs: int, outputs: int, groups: int, bits: int) -
     np.testing.assert_array_equal(api.pack_groups(view, weight.scales, weight.offsets, bits), expected)
 
 
+@pytest.mark.parametrize(
+  ("groups", "outputs", "offsets"), [(1, 32, False), (3, 70, True), (9, 33, False), (24, 5, True)]
+)
+def test_words_pack_like_bytes(groups: int, outputs: int, offsets: bool) -> None:
+  """In the orders of memory of compressed-tensors and GPTQ, and as a part of a larger array."""
+  weight = make_weight(576, outputs, 4, groups, offsets)
+  shifts = np.uint32(4) * np.arange(8, dtype=np.uint32)[:, None]
+  words = np.bitwise_or.reduce(weight.codes.reshape(72, 8, outputs).astype(np.uint32) << shifts, axis=1)
+  larger = np.full((outputs + 2, 3, 80), 2**32 - 1, np.uint32)
+  larger[1:-1, 1, 4:76] = words.T
+  expected = api.pack_groups(weight.codes, weight.scales, weight.offsets, 4)
+  for view in (words, np.ascontiguousarray(words.T).T, larger[1:-1, 1, 4:76].T):
+    np.testing.assert_array_equal(api.pack_groups(view, weight.scales, weight.offsets, 4), expected)
+
+
 def test_chunks_are_even_parts_of_groups() -> None:
   for group, chunk in ((32, 32), (128, 128), (256, 128), (768, 128), (288, 96), (404, 104), (132, 72), (2052, 128)):
     assert api.GroupLayout(group, 8).chunk == chunk
@@ -237,6 +252,8 @@ def test_what_does_not_fit_is_named() -> None:
     api.pack_groups(weight.codes, weight.scales, None, 3)
   with pytest.raises(ValueError, match=r"codes are int8\[96, 50\]; they must be uint8"):
     api.pack_groups(weight.codes.astype(np.int8), weight.scales, None, 4)
+  with pytest.raises(ValueError, match=r"codes are uint32\[12, 50\]; they must be uint8\[D, N\], or at 4 bits uint32"):
+    api.pack_groups(weight.codes[:12].astype(np.uint32), weight.scales, None, 8)
   with pytest.raises(ValueError, match="scales are float64; they must be float16 or float32"):
     api.pack_groups(weight.codes, weight.scales.astype(np.float64), None, 4)
   with pytest.raises(ValueError, match=r"offsets are float16\[2, 50\]; 50 outputs need float16\[groups, 50\] for both"):

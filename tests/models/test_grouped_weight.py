@@ -1,5 +1,7 @@
 """Weights with a scale a group: the nearest codes, one form for every format, and a parameter of several tensors."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -68,3 +70,46 @@ def test_a_parameter_of_several_tensors_has_their_weights_in_their_places():
     for piece in pieces:
       wanted = whole[piece.name].reshape(piece.split).transpose(piece.order)
       np.testing.assert_array_equal(made[piece.box()], wanted, err_msg=f"{name} {piece.name}")
+
+
+def make_words(codes: np.ndarray, axis: int) -> np.ndarray:
+  """uint8 codes -> uint32, eight adjacent ones along `axis` in each, the first in the lowest bits."""
+  split = np.moveaxis(codes, axis, -1).reshape(*np.delete(codes.shape, axis), -1, 8)
+  words = np.bitwise_or.reduce(split.astype(np.uint32) << (np.uint32(4) * np.arange(8, dtype=np.uint32)), axis=-1)
+  return np.moveaxis(words, -1, axis)
+
+
+@pytest.mark.parametrize(("shape", "num_inputs"), [((64, 6), 1), ((4, 16, 6), 2), ((64, 2, 3), 1)], ids=str)
+def test_words_are_the_weight_of_their_codes(shape, num_inputs):
+  rng = np.random.default_rng(3)
+  codes = rng.integers(0, 16, shape, np.uint8)
+  scales = rng.random((2, *shape[num_inputs:]), np.float32)
+  plain = GroupedWeight(codes, scales, 4, num_inputs, scales[::-1])
+  words = make_words(codes, num_inputs - 1)
+  for view in (words, np.ascontiguousarray(words)):
+    held = GroupedWeight(view, scales, 4, num_inputs, scales[::-1])
+    assert (held.shape, held.inputs, held.group, held.outputs) == (shape, 64, 32, shape[num_inputs:])
+    for same in (held, held.unpack(), held.widen(), held.regroup(8)):
+      np.testing.assert_array_equal(same.dequantize(), plain.regroup(same.group).dequantize())
+    np.testing.assert_array_equal(held.pair_codes(), plain.pair_codes())
+    first = slice(32, 64) if num_inputs == 1 else slice(2, 4)  # the second group
+    part = (first, *(slice(None) for _ in shape[1:-1]), slice(1, None))
+    np.testing.assert_array_equal(held.cut(part).dequantize(), plain.dequantize()[part])
+  one = GroupedWeight(words, scales[:1], 4, num_inputs)  # a part that cuts words
+  part = (*(slice(None) for _ in range(num_inputs - 1)), slice(4, 12), *(slice(None) for _ in scales.shape[1:]))
+  np.testing.assert_array_equal(one.cut(part).dequantize(), one.dequantize()[part])
+
+
+def test_a_parameter_of_words_stays_in_words_unless_a_tensor_has_none():
+  rng = np.random.default_rng(4)
+  for name, pieces in llama_tensors(read_config(CONFIG)).items():
+    if len(pieces[0].shape) != 2 or name == "embed":
+      continue
+    plain = [(piece, quantize_by_group(rng.standard_normal(piece.shape, np.float32).T, 1, 4, 16)) for piece in pieces]
+    held = [(piece, dataclasses.replace(weight, codes=make_words(weight.codes, 0))) for piece, weight in plain]
+    num_inputs = 3 if name.endswith("attention.out") else 1
+    expected, made = assemble_grouped(plain, num_inputs), assemble_grouped(held, num_inputs)
+    assert made.in_words
+    np.testing.assert_array_equal(made.dequantize(), expected.dequantize())
+    mixed = assemble_grouped([plain[0], *held[1:]], num_inputs)
+    np.testing.assert_array_equal(mixed.codes, expected.codes)

@@ -26,11 +26,11 @@ from engine.device.formats.quantized_tensor import (
   read_int,
   read_scales,
   refuse_format,
-  unpack_nibbles,
+  words_of,
   zero_offsets,
 )
 from engine.errors import CheckpointError
-from models.grouped_weight import GroupedWeight
+from models.grouped_weight import WORD, GroupedWeight, unpack_nibbles
 
 FORMATS = (
   "pack-quantized",
@@ -124,13 +124,16 @@ def _open_packed(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors
     zeros = layer.take("weight_zero_point", ("I32",), (-(-outputs // pack), scales.shape[1]))
 
   def decode() -> GroupedWeight:
-    codes = bytes_of(packed) if bits == 8 else unpack_nibbles(bytes_of(packed))
+    if bits == 4 and inputs % WORD == 0:
+      codes = words_of(packed)
+    else:
+      codes = (bytes_of(packed) if bits == 8 else unpack_nibbles(bytes_of(packed)))[:, :inputs]
     offsets = None
     if zeros is not None:
       stored = np.ascontiguousarray(zeros.map().T).view(np.uint8)  # [groups, outputs * bits / 8]
       points = stored if bits == 8 else unpack_nibbles(stored)
       offsets = zero_offsets(scales.T, points[:, :outputs], bits)
-    return GroupedWeight(codes[:, :inputs].T, scales.T, bits, 1, offsets)
+    return GroupedWeight(codes.T, scales.T, bits, 1, offsets)
 
   return layer.quantized(bits, group, scales, not is_symmetric, decode, *SUFFIXES)
 

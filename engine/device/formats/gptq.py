@@ -19,11 +19,11 @@ from engine.device.formats.quantized_tensor import (
   read_scales,
   refuse_format,
   resolve_group,
-  unpack_nibbles,
+  words_of,
   zero_offsets,
 )
 from engine.errors import CheckpointError
-from models.grouped_weight import GroupedWeight
+from models.grouped_weight import GroupedWeight, unpack_nibbles
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
 
@@ -84,21 +84,17 @@ def open_layer(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors, 
 
   def decode() -> GroupedWeight:
     offsets = zero_offsets(scales, points, bits) if has_offsets else None
-    return GroupedWeight(_unpack(codes.map(), bits), scales, bits, 1, offsets)
+    return GroupedWeight(words_of(codes) if bits == 4 else _unpack(codes.map()), scales, bits, 1, offsets)
 
   used = SUFFIXES[:-1] if has_bias else SUFFIXES
   return layer.quantized(bits, group, scales, has_offsets, decode, *used)
 
 
-def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-  """int32[K / P, N] -> uint8[K, N]."""
+def _unpack(packed: np.ndarray) -> np.ndarray:
+  """int32[K / 4, N] of four codes of 8 bits each -> uint8[K, N]."""
   rows, outputs = packed.shape
   parts = packed.view(np.uint8).reshape(rows, outputs, 4)
-  codes = np.empty((rows, 32 // bits, outputs), np.uint8)
+  codes = np.empty((rows, 4, outputs), np.uint8)
   for byte in range(4):
-    if bits == 8:
-      codes[:, byte] = parts[..., byte]
-    else:
-      np.bitwise_and(parts[..., byte], 15, out=codes[:, 2 * byte])
-      np.right_shift(parts[..., byte], 4, out=codes[:, 2 * byte + 1])
-  return codes.reshape(rows * (32 // bits), outputs)
+    codes[:, byte] = parts[..., byte]
+  return codes.reshape(rows * 4, outputs)

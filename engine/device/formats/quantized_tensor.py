@@ -176,16 +176,9 @@ def zero_offsets(scales: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray
   return scales.astype(np.float32) * ((1 << bits - 1) - zeros.astype(np.int32)).astype(np.float32)
 
 
-def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-  """uint8[..., K] -> uint8[..., 2K]; the low half of a byte comes first."""
-  flat, chunk = packed.reshape(-1), 1 << 17
-  pairs = np.empty(flat.size, "<u2")
-  for start in range(0, flat.size, chunk):  # no temporary of the whole size, whose pages the system would clear
-    part, to = flat[start : start + chunk], pairs[start : start + chunk]
-    np.left_shift(part, 4, out=to, dtype=to.dtype)
-    to |= part
-    to &= 0x0F0F
-  return pairs.view(np.uint8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+def words_of(tensor: StoredTensor) -> np.ndarray:
+  """Returns a map of a tensor of int32 as uint32, which GroupedWeight takes as words of codes of 4 bits."""
+  return np.asarray(tensor.map()).view(np.uint32)
 
 
 def bytes_of(tensor: StoredTensor) -> np.ndarray:
