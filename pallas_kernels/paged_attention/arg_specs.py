@@ -158,6 +158,15 @@ CONFORMANCE = (
 )  # fmt: skip
 
 
+# Where a setting of the GPU kernels is wrong, one of these shows it: a row of several parts, two items of queries over
+# more tiles of keys than a ring has, whole tiles of written tokens and a part of one, and rows of one tile.
+SETTINGS = tuple(
+  ArgSpec(f"settings, heads of {size}", ((1, 1100), (36, 700), (30, 30), (2, 130), (1, 64)), 73, 6, block_size=64,
+          table_width=18, num_heads=8, num_kv_heads=2, head_dim=size, dtype="bfloat16")
+  for size in (64, 128)
+)  # fmt: skip
+
+
 def _model_125m(name: str, rows: tuple[tuple[int, int], ...], num_tokens: int, num_rows: int) -> ArgSpec:
   """A Llama-shaped layer of 125M parameters: 12 query heads, 4 KV heads of 64, tables of 2,048 positions."""
   return ArgSpec(name, rows, num_tokens, num_rows, table_width=128, num_heads=12, num_kv_heads=4)
@@ -208,3 +217,4 @@ GPU_BENCHMARK = (
   _llama_8b("decode 32 x 8192, window 4096", ((1, 8192),) * 32, 32, num_rows=32, sliding_window=4096),
   _llama_8b("decode 32 x 4096, heads of 64", ((1, 4096),) * 32, 32, num_rows=32, head_dim=64),
 )
+GPU_SPECS = (*GPU_BENCHMARK, *CONFORMANCE, *SETTINGS)  # what checks and timings of GPU kernels know by name

@@ -74,6 +74,11 @@ def count_sms(device_kind: str) -> int:
   return _SMS[max(names, key=len)] if names else _MOST_COMMON_SMS
 
 
+def list_tunings() -> list[tuple[int, int | None, Tuning]]:
+  """Returns head size, block size (None: any) and settings of each entry of the table."""
+  return [(head_dim, block_size, tuning) for (_, head_dim, block_size), tuning in _TABLE.items()]
+
+
 def tuning_for(device_kind: str, head_dim: int, block_size: int) -> Tuning:
   """Returns the settings of a device, or the default of the head size for other devices.
 

@@ -18,6 +18,11 @@ The stages of the kernels run by default:
   step      whole decode steps of Llama-3-8B
   sweep     settings of the kernels
 
+Another stage runs only where --only names it:
+
+  settings  every kernel with each setting of tuning.py, in every block size, and with each that the sweep tries,
+            against dense attention in f32
+
 Each job runs in a process that may hang or die without affecting the others. A kernel that costs two processes is not
 run again; hangs.txt in DIR has its program counters, where cuda-gdb is installed. The tool writes results.jsonl,
 table.txt and meta.json into DIR after every job, and tuning.json at the end. --merge puts tuning.json into
@@ -73,8 +78,10 @@ from tools.gpu.protocol import Job
 from tools.measure import ROOT, commit
 
 STAGES = ("smoke", "ceilings", "check", "time", "profile", "peers", "step", "sweep")
+_SETTINGS = "settings"
 # Shares of the time.
 _PARTS = {"smoke": 2, "ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}
+_PARTS[_SETTINGS] = 6
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
 
 _DECODED = (
@@ -120,8 +127,34 @@ def _checks() -> list[Job]:
   return found
 
 
+def _fields(tuning: Any) -> dict[str, Any]:
+  """Returns the fields of a Tuning, as a job has them."""
+  return dataclasses.asdict(tuning) | {"lowering": tuning.lowering.name}
+
+
+def _settings() -> list[Job]:
+  from pallas_kernels.paged_attention.arg_specs import SETTINGS
+  from pallas_kernels.paged_attention.capabilities import TABLE
+  from pallas_kernels.paged_attention.tuning import list_tunings, tuning_for
+
+  spec_names = {spec.head_dim: spec.name for spec in SETTINGS}
+  found: list[Job] = []
+  for head_dim, block_size, tuning in list_tunings():
+    for size in TABLE["gpu"].block_sizes if block_size is None else (block_size,):
+      job: Job = {"kind": "check", "op": "parts", "spec": spec_names[head_dim]}
+      job |= {"block_size": size, "tuning": _fields(tuning)}
+      found += [job, job | {"kv_dtype": "uint8"}]
+  current = _fields(tuning_for("", 128, 64)) | {"block_size": 64}
+  for factor in sweep.FACTORS:
+    jobs = [job | {"kind": "check", "op": "parts", "spec": spec_names[128]} for job in sweep.jobs(factor, current)]
+    found += [job for number, job in enumerate(jobs) if job not in found + jobs[:number]]
+  return found
+
+
 def jobs_of(stage: str) -> list[Job]:
   """Returns a stage's jobs; the sweep's follow from its results."""
+  if stage == _SETTINGS:
+    return _settings()
   if stage == "smoke":
     from tools.gpu.smoke import smoke_jobs
 
@@ -159,8 +192,7 @@ def sweep_settings(run: DeviceRun) -> dict[str, Any] | None:
   if not run.worker.hello:  # no job has run yet
     list(run.worker.run([{"kind": "ceiling", "what": "copy"}], run.started + run.seconds))
   kind, judged = run.worker.hello.get("device", ""), False
-  start = dataclasses.asdict(tuning_for(kind, 128, 64))
-  current = start | {"lowering": start["lowering"].name, "block_size": 64}
+  current = _fields(tuning_for(kind, 128, 64)) | {"block_size": 64}
   for factor in sweep.FACTORS:
     records = list(run.do(sweep.jobs(factor, current), 1.0))
     if not records:
@@ -210,16 +242,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge(args.merge)
     return 0
   stages = args.only.split(",")
-  known = (*STAGES, *engine.STAGES)
+  known = (*STAGES, _SETTINGS, *engine.STAGES)
   if unknown := set(stages) - set(known):
     parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
-  if set(stages) & set(STAGES) and set(stages) & set(engine.STAGES):
+  if set(stages) - set(engine.STAGES) and set(stages) & set(engine.STAGES):
     parser.error("--only: stages of the kernels and of the engine do not fit into one run; give one kind")
   if "start" in stages and "decode" not in stages:
     parser.error("--only: start restores the programs that decode compiles; give both")
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no worker outlives this process
   args.out.mkdir(parents=True, exist_ok=True)
-  if not set(stages) & set(STAGES):
+  if not set(stages) - set(engine.STAGES):
     if args.dry_run == "compile":
       return compile_engine(stages, args.out)
     sizes = engine.TINY if args.dry_run else engine.Sizes()
@@ -270,7 +302,7 @@ def compile_engine(stages: Sequence[str], out: pathlib.Path) -> int:
 
 def run_stages(run: DeviceRun, stages: Sequence[str]) -> None:
   """Runs the stages of the kernels; writes tuning.json if there is a sweep."""
-  chosen = [stage for stage in STAGES if stage in stages]
+  chosen = [stage for stage in (*STAGES, _SETTINGS) if stage in stages]
   for stage, share in share_out({stage: _PARTS[stage] for stage in chosen}).items():
     if stage in ("profile", "peers") and run.mode != "device":
       continue

@@ -63,7 +63,7 @@ class Comparisons:
 
 
 def shrunk(spec: ArgSpec) -> ArgSpec:
-  """Returns a spec of the same kind that the interpreter runs in seconds."""
+  """Returns a spec of the same kind, with the same heads and blocks, that the interpreter runs in seconds."""
   rows = []
   for queries, length in spec.rows[:4]:
     few = queries if queries <= 4 else max(5, queries // 256)
@@ -74,11 +74,9 @@ def shrunk(spec: ArgSpec) -> ArgSpec:
     rows=tuple(rows),
     num_tokens=sum(queries for queries, _ in rows) + 3,
     num_rows=len(rows) + 1,
-    block_size=16,
-    table_width=-(-max(length for _, length in rows) // 16) + 1,
-    num_heads=4,
+    table_width=-(-max(length for _, length in rows) // spec.block_size) + 1,
+    num_heads=2 * spec.geometry.group,
     num_kv_heads=2,
-    head_dim=64,
     sliding_window=window,
   )
 

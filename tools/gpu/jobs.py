@@ -6,6 +6,7 @@ A job is a JSON object with a "kind" and that kind's fields. `prepare` turns it 
   ceiling        "what": "read", "way": "rows" | "all" | "sum"
   ceiling        "what": "copy" | "matmul"
   check          "op": "parts" | "attend", "spec": NAME, and for a pool of fp8 "kv_dtype": "uint8"
+                 and for a setting: "tuning": {field: value}, "block_size": tokens
   time           "op": "decode" | "prefill" | "write" | "attend" | "dense", "spec": NAME
                  and for a sweep: "tuning": {field: value}, "block_size": tokens
   profile        the fields of "time"; returns the profiler's figures for the kernels
@@ -78,7 +79,7 @@ class Setting:
 
   def spec(self, name: str) -> ArgSpec:
     """Returns the spec of this name, in bf16 and of a size that this setting can run."""
-    for one in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE):
+    for one in arg_specs.GPU_SPECS:
       if one.name == name:
         large = one in arg_specs.GPU_BENCHMARK
         return cases.shrunk(one) if self.tiny and large else dataclasses.replace(one, dtype="bfloat16")

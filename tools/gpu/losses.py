@@ -15,7 +15,7 @@ from tools.gpu.protocol import Record
 SKIPPED = "skipped: "
 _MOST = 2
 _LAYERS = {"gpu": ("write", "prefill", "decode", "decode parts", "decode only"), "tpu": ("write", "attention")}
-_HEAD_DIMS = {spec.name: spec.head_dim for spec in (*arg_specs.CONFORMANCE, *arg_specs.GPU_BENCHMARK)}
+_HEAD_DIMS = {spec.name: spec.head_dim for spec in arg_specs.GPU_SPECS}
 
 
 def name_kernels(job: Mapping[str, Any]) -> frozenset[str]:

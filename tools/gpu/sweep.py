@@ -40,7 +40,7 @@ FACTORS = (
     "decode ring",
     tuple(
       {"decode_stages": stages, "decode_ctas_per_sm": blocks}
-      for stages, blocks in ((2, 2), (3, 2), (4, 1), (6, 1), (3, 1), (2, 1))
+      for stages, blocks in ((2, 2), (4, 1), (5, 1), (3, 1), (2, 1))
     ),
     _DECODES,
   ),

@@ -49,7 +49,7 @@ def lane_of(mask: np.ndarray) -> int:
 def same_in_all(values: np.ndarray, mask: np.ndarray, what: str) -> int:
   """Returns the value that all lanes have."""
   found = values[mask]
-  if (found != found[0]).any():
+  if np.count_nonzero(found != found[0]):
     raise KernelFault(f"lanes differ in {what}")
   return int(found[0])
 
@@ -94,6 +94,7 @@ def _synchronize(context: Context, instruction: PtxInstruction) -> Body:
       if come > threads:
         raise KernelFault(f"barrier {number}: {come} threads came; it is for {threads}")
       if come == threads:
+        block.version += 1
         barrier.passed |= dict.fromkeys(barrier.arrived, barrier.knowledge)
         barrier.arrived, barrier.knowledge = {}, Knowledge.nothing(warps)
         warp.agent.knowledge.join(barrier.passed.pop(warp.number))
@@ -143,7 +144,7 @@ def _memory_barrier(context: Context, instruction: PtxInstruction) -> Body:
         if arrives:
           barrier.pending -= int(lanes.sum()) if expects else int(amounts[lanes].sum())
           warp.agent.release_to(barrier.arrived)
-        barrier.settle()
+        block.version += barrier.settle()
       if has_state:
         write(warp, take_register(operands[0]), np.zeros(len(mask), np.uint64), mask)
 
@@ -316,7 +317,7 @@ def _load_box(context: Context, instruction: PtxInstruction) -> Body:
       block.shared.data[offsets] = values
       barrier.transactions -= tensor.box_bytes
       barrier.arrived.operations |= 1 << number
-      barrier.settle()
+      block.version += barrier.settle()
 
     block.begin_operation(move, instruction.text)
 
@@ -513,19 +514,17 @@ def _multiply_async(context: Context, instruction: PtxInstruction) -> Body:
         a = bf16_to_f32(data[a_offsets].view(np.uint16).reshape(64, 16))
       else:
         a = np.empty((64, 16), np.float32)
-        words = np.stack([np.concatenate([each.registers[name] for each in warps]) for name in inputs])
+        words = _join_lanes(warps, inputs)
         halves = np.stack([words & 0xFFFF, words >> 16], 1).astype(np.uint16)
         a_rows, a_columns = operand_places()
         a[a_rows, a_columns] = bf16_to_f32(halves)
       product = a @ b.T
       found = product[rows, places]
       if keeps:
-        found = found + np.stack(
-          [np.concatenate([each.registers[name].view(np.float32) for each in warps]) for name in sums]
-        )
-      for register, name in enumerate(sums):
-        for index, each in enumerate(warps):
-          each.registers[name] = np.ascontiguousarray(found[register, 32 * index : 32 * index + 32]).view(np.uint32)
+        found = found + _join_lanes(warps, sums).view(np.float32)
+      bits = np.ascontiguousarray(found.view(np.uint32).reshape(-1, _WARPS, LANES).swapaxes(0, 1))
+      for each, own in zip(warps, bits, strict=True):
+        each.registers.update(zip(sums, own, strict=True))
 
     operation = block.begin_operation(multiply, instruction.text[:120], warps[0].latest_matrix)
     for each in warps:
@@ -534,6 +533,12 @@ def _multiply_async(context: Context, instruction: PtxInstruction) -> Body:
       each.locked |= dict.fromkeys(held, operation)
 
   return run
+
+
+def _join_lanes(warps: list[Warp], names: list[str]) -> np.ndarray:
+  """Returns the registers of a warpgroup, uint32[names, lanes]."""
+  lanes = np.concatenate([each.registers[name] for each in warps for name in names])
+  return lanes.reshape(_WARPS, len(names), LANES).swapaxes(0, 1).reshape(len(names), -1)
 
 
 def _common_knowledge(warps: list[Warp]) -> Knowledge:

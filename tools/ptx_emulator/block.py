@@ -37,11 +37,13 @@ class Group:
     pc: index of the instruction.
     mask: bool[32].
     waits_for: why it does not go on; "": it does.
+    waits_since: Block.version when it last tried.
   """
 
   pc: int
   mask: np.ndarray
   waits_for: str = ""
+  waits_since: int = -1
 
 
 @dataclasses.dataclass
@@ -68,8 +70,8 @@ class MemoryBarrier:
   maker: int = 0
   is_fenced: bool = False
 
-  def settle(self) -> None:
-    """Completes the phase if nothing is pending."""
+  def settle(self) -> bool:
+    """Completes the phase if nothing is pending; returns whether it did."""
     if self.pending < 0:
       raise AccessError(f"mbarrier: more than {self.count} arrivals in phase {self.phase}")
     if abs(self.transactions) > _MOST_TRANSACTIONS:
@@ -78,6 +80,8 @@ class MemoryBarrier:
       self.phase += 1
       self.pending = self.count
       self.completed.join(self.arrived)
+      return True
+    return False
 
 
 @dataclasses.dataclass
@@ -127,6 +131,7 @@ class Warp:
     number: in the block.
     registers: by name: uint16, uint32 or uint64[32]; bool[32] for predicates.
     groups: of lanes that have not ended.
+    full: the mask of all lanes, the same object wherever lanes are together.
     agent: of the warp.
     uncommitted, committed: bulk operations without a group, and the groups (cp.async.bulk.commit_group).
     matrices: wgmma operations: uncommitted, and groups.
@@ -138,8 +143,9 @@ class Warp:
   def __init__(self, number: int, num_threads: int, num_warps: int):
     self.number = number
     self.registers: dict[str, np.ndarray] = {}
+    self.full = np.ones(LANES, np.bool_)
     mask = np.arange(LANES) + number * LANES < num_threads
-    self.groups = [Group(0, mask)]
+    self.groups = [Group(0, self.full if mask.all() else mask)]
     self.agent = Agent.start(number, num_warps)
     self.uncommitted: list[Operation] = []
     self.committed: list[list[Operation]] = []
@@ -152,8 +158,8 @@ class Warp:
     self._local: np.ndarray | None = None
 
   def is_whole(self, mask: np.ndarray) -> bool:
-    """Returns whether a mask has all lanes that have not ended."""
-    return int(mask.sum()) == self.live
+    """Returns whether a group's mask has all lanes that have not ended."""
+    return len(self.groups) == 1 or int(mask.sum()) == self.live
 
   def read_local(self, addresses: np.ndarray, size: int, mask: np.ndarray, total: int) -> np.ndarray:
     """Returns uint8[n, size] of local memory. Args: total: bytes of a lane. Raises AccessError."""
@@ -207,6 +213,7 @@ class Block:
     index: in the grid, x, y, z.
     serial: from 1, for global memory.
     launch, shared, shadow, warps, barriers: its state; mbarriers by shared address.
+    version: counts what lets waiting warps go on: barriers that are complete, and meetings.
     rng: of the schedule.
   """
 
@@ -227,6 +234,7 @@ class Block:
     self.shadow = Shadow(launch.shared_bytes, num_warps)
     self.warps = [Warp(number, num_threads, num_warps) for number in range(num_warps)]
     self.barriers: dict[int, MemoryBarrier] = {}
+    self.version = 0
     self.named: dict[int, NamedBarrier] = {}
     self._meetings: dict[tuple[int, int], set[int]] = {}  # (first warp, pc) -> warps that have come
     self._met: dict[tuple[int, int], set[int]] = {}  # the same -> warps that may leave
@@ -298,6 +306,7 @@ class Block:
     come.add(warp.number)
     if len(come) < count:
       raise Waiting(f"{len(come)} of {count} warps have come")
+    self.version += 1
     self._met[key] = come - {warp.number}
     del self._meetings[key]
     return True
@@ -326,27 +335,32 @@ class Block:
     """Runs the block to its end. Raises KernelFault."""
     rng = self.rng
     while True:
-      live = [warp for warp in self.warps if warp.groups]
-      if not live and not self._operations:
-        return
+      # A warp whose lanes are together, and which waits, goes on when something has happened.
+      live, version = [warp for warp in self.warps if warp.groups], self.version
+      ready = [warp for warp in live if warp.groups[1:] or warp.groups[0].waits_since != version]
       progress = False
-      if self._operations and (not live or rng.random() < 0.3):
+      if self._operations and (not ready or rng.random() < 0.3):
         self.finish_operation(self._operations[rng.integers(len(self._operations))])
         progress = True
-      for warp in rng.permutation(np.array(live, object)) if live else ():
-        if self._run_warp(warp, int(rng.integers(1, _BURST))):
+      while ready:
+        if self._run_warp(ready.pop(rng.integers(len(ready))), int(rng.integers(1, _BURST))):
           progress = True
           break
-      if not progress:
-        if not self._operations:
-          raise KernelFault(self._describe_deadlock(live))
+      if progress:
+        continue
+      if self._operations:
         self.finish_operation(self._operations[rng.integers(len(self._operations))])
+      elif live := [warp for warp in self.warps if warp.groups]:
+        if not any(self._run_warp(warp, 1) for warp in live):  # each says what it lacks now
+          raise KernelFault(self._describe_deadlock(live))
+      else:
+        return
 
   def _run_warp(self, warp: Warp, count: int) -> bool:
     """Runs at most `count` instructions; returns whether any ran."""
     ran = False
     for _ in range(count):
-      groups = sorted(warp.groups, key=lambda group: group.pc)
+      groups = warp.groups if len(warp.groups) == 1 else sorted(warp.groups, key=lambda group: group.pc)
       for group in groups:
         if self._step(warp, group):
           ran = True
@@ -363,13 +377,13 @@ class Block:
     try:
       execute(self, warp, group)
     except Waiting as waiting:
-      group.waits_for = waiting.reason
+      group.waits_for, group.waits_since = waiting.reason, self.version
       return False
     except Exception as error:
       raise KernelFault(
         f"{self.label}, warp {warp.number}, line {instruction.line}: {instruction.text[:200]}: {error}"
       ) from error
-    group.waits_for = ""
+    group.waits_for, group.waits_since = "", -1
     if len(warp.groups) > 1:
       self.merge(warp)
     return True
@@ -381,7 +395,8 @@ class Block:
       if not group.mask.any():
         continue
       if group.pc in by_pc:
-        by_pc[group.pc].mask = by_pc[group.pc].mask | group.mask
+        mask = by_pc[group.pc].mask | group.mask
+        by_pc[group.pc].mask = warp.full if mask.all() else mask
       else:
         by_pc[group.pc] = group
     warp.groups = list(by_pc.values())

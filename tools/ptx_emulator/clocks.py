@@ -16,6 +16,7 @@ import numpy as np
 
 ASYNC = -2  # in place of a warp: an asynchronous operation
 NOBODY = -1
+_DENSE = 8  # a range with fewer bytes for each that is accessed is looked at as a whole first
 
 
 class OrderError(Exception):
@@ -90,13 +91,13 @@ class Shadow:
     self._writer = np.full(size, NOBODY, np.int16)
     self._written = np.zeros(size, np.int64)  # epoch of the warp, or number of the operation
     self._read = np.zeros((num_warps, size), np.int64)
-    self._readers: list[tuple[int, np.ndarray]] = []  # operations that read, and where
-    self._marked = np.zeros(size, np.bool_)  # of use within one check
+    self._latest = np.zeros(num_warps, np.int64)  # epoch of each warp's latest read
+    self._readers: list[tuple[int, np.ndarray, slice]] = []  # operations that read, where, and from first to last
 
   def note_read(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks and notes a warp's read. Args: bytes_: offsets."""
     self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "reads")
-    self._read[agent.number, bytes_] = agent.epoch
+    self._read[agent.number, bytes_] = self._latest[agent.number] = agent.epoch
 
   def note_write(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks and notes a warp's write."""
@@ -111,7 +112,7 @@ class Shadow:
   def begin_async_read(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
     """Checks and notes that an asynchronous operation will read. Args: issuer: what its warps know."""
     self._check_writers(issuer, issuer.published, bytes_, "reads through the asynchronous proxy")
-    self._readers.append((operation, bytes_))
+    self._readers.append((operation, bytes_, _span(bytes_)))
 
   def begin_async_write(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
     """Checks and notes that an asynchronous operation will write."""
@@ -121,7 +122,7 @@ class Shadow:
 
   def forget_reads(self, known: int) -> None:
     """Drops reads of operations that every warp knows. Args: known: bit set."""
-    self._readers = [(operation, where) for operation, where in self._readers if not known >> operation & 1]
+    self._readers = [reader for reader in self._readers if not known >> reader[0] & 1]
 
   def _check_writers(self, knows: Knowledge, visible: np.ndarray, bytes_: np.ndarray, does: str) -> None:
     writer, written = self._writer[bytes_], self._written[bytes_]
@@ -145,24 +146,27 @@ class Shadow:
           )
 
   def _check_readers(self, knows: Knowledge, bytes_: np.ndarray) -> None:
-    late = self._read[:, bytes_.reshape(-1)] > knows.clock[:, None]
-    if late.any():
-      warp, where = (int(each[0]) for each in np.nonzero(late))
-      raise OrderError(
-        f"overwrites byte {int(bytes_.reshape(-1)[where])} of shared memory, which warp {warp} reads; "
-        "nothing orders the two"
-      )
-    pending = [(operation, where) for operation, where in self._readers if not knows.operations >> operation & 1]
-    if not pending:
-      return
-    self._marked[bytes_] = True
-    try:
-      for operation, where in pending:
-        hit = self._marked[where]
-        if hit.any():
-          raise OrderError(
-            f"overwrites byte {int(where[hit].min())} of shared memory, which asynchronous operation {operation} "
-            "reads; nobody has waited"
-          )
-    finally:
-      self._marked[bytes_] = False
+    span = _span(bytes_)
+    for warp in np.flatnonzero(self._latest > knows.clock).tolist():  # all reads of other warps are known
+      known = knows.clock[warp]
+      if span.stop - span.start < _DENSE * bytes_.size and not (self._read[warp, span] > known).any():
+        continue
+      late = self._read[warp, bytes_] > known
+      if late.any():
+        raise OrderError(
+          f"overwrites byte {int(bytes_[late][0])} of shared memory, which warp {warp} reads; nothing orders the two"
+        )
+    for operation, where, other in self._readers:
+      if knows.operations >> operation & 1 or other.start >= span.stop or span.start >= other.stop:
+        continue
+      hit = np.isin(where, bytes_)
+      if hit.any():
+        raise OrderError(
+          f"overwrites byte {int(where[hit].min())} of shared memory, which asynchronous operation {operation} "
+          "reads; nobody has waited"
+        )
+
+
+def _span(bytes_: np.ndarray) -> slice:
+  """Returns the range from the first to the last of some offsets."""
+  return slice(int(bytes_.min()), int(bytes_.max()) + 1) if bytes_.size else slice(0, 0)

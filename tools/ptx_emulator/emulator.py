@@ -11,6 +11,8 @@ and one with acquire order them. Not modelled, and why:
   .read of a bulk wait                   a copy writes global memory in the moment when it reads shared memory
   registers and their limits             ptxas allocates them, and `make check-device` reads its report
   rounding of approximate functions      ex2 and lg2 have numpy's, whose error is the smaller one
+  the bits of a NaN                      this CPU makes several, of which a GPU has one; two lanes may write any of them
+                                         to one word, as those of a row do that a tile has and no token uses
   time                                   it is what a device is for
 """
 

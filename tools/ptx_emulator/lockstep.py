@@ -70,6 +70,7 @@ class _WideWarp(Warp):
   def __init__(self, num_threads: int, part: GridPart):
     super().__init__(0, LANES, 1)
     self.threads = np.arange(part.num_lanes) % (part.num_lanes // len(part.serials))
+    self.full = np.ones(part.num_lanes, np.bool_)
     self.groups = [Group(0, self.threads < num_threads)]
 
   def is_whole(self, mask: np.ndarray) -> bool:
@@ -134,6 +135,7 @@ class BlockRow(Block):
     self.shadow = Shadow(launch.shared_bytes * self._num_blocks, len(self.warps))
     for warp in self.warps:
       warp.threads = np.tile(warp.threads, self._num_blocks)
+      warp.full = np.ones(len(warp.threads), np.bool_)
       warp.groups = [Group(0, warp.threads < num_threads)]
 
   @property

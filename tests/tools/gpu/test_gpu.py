@@ -126,7 +126,7 @@ def test_a_stage_stops_at_its_share_and_what_is_left_is_recorded(monkeypatch, tm
 
 
 def test_every_job_names_a_spec_and_shares_rise() -> None:
-  names = {spec.name for spec in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE)}
+  names = {spec.name for spec in arg_specs.GPU_SPECS}
   made = [job for stage in bench_gpu.STAGES for job in bench_gpu.jobs_of(stage)]
   made += sweep.jobs(sweep.FACTORS[0], {"split_tokens": 256, "block_size": 64})
   assert {job["spec"] for job in made if "spec" in job} <= names
@@ -143,6 +143,34 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
   assert device_run.share_out({"ceilings": 4, "check": 6}) == {"ceilings": 0.4, "check": 1.0}, "no time is left unused"
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked
+
+
+def test_every_setting_of_the_table_and_of_the_sweep_is_checked() -> None:
+  """The table's in each block size, and in both dtypes of a pool."""
+  made, setting = bench_gpu.jobs_of("settings"), jobs.Setting(jax.devices()[0], "emulate")
+  found = set()
+  for job in made:
+    spec = setting.spec(job["spec"])
+    found.add((spec.head_dim, job["block_size"], setting.tuning(spec, job["tuning"]), job.get("kv_dtype", "")))
+  assert len(found) == len(made), "no setting is checked twice"
+  for head_dim, block_size, values in tuning.list_tunings():
+    for size in (16, 32, 64, 128) if block_size is None else (block_size,):
+      assert {(head_dim, size, values, ""), (head_dim, size, values, "uint8")} <= found
+  for factor in sweep.FACTORS:
+    for change in factor.values:
+      fields = [job["tuning"] | {"block_size": job["block_size"]} for job in made]
+      assert any(change.items() <= each.items() for each in fields), change
+  assert "settings" not in bench_gpu.STAGES, "make gpu has no time for it"
+
+
+def test_a_batch_shows_what_a_setting_changes() -> None:
+  """Rows of several parts, rings that are used again, and whole tiles of written tokens beside a part of one."""
+  for spec in arg_specs.SETTINGS:
+    assert spec.num_tokens > 64 and spec.num_tokens % 4
+    for values in (values for head_dim, _, values in tuning.list_tunings() if head_dim == spec.head_dim):
+      decoded, prefilled = (max(length for queries, length in spec.rows if (queries > 4) == many) for many in (0, 1))
+      assert decoded >= max(2 * values.split_tokens, 2 * 64 * values.decode_stages)
+      assert prefilled > values.prefill_stages * values.prefill_tile_keys
 
 
 # --- first contact ----------------------------------------------------------------------------------------------------

@@ -484,3 +484,19 @@ def test_conversions_of_fp8_pack_their_first_operand_high():
   run(body, [out])
   assert out.view(np.float16).reshape(-1, 2)[0].tolist() == [-1.0, 448.0]  # 1024 is beyond the largest
   assert (out == out[0]).all()
+
+
+def test_lanes_may_write_any_nan_to_one_word():
+  """As the four lanes do that have a row of a wgmma, where the row holds what no token uses."""
+  body = """
+  mov.b64 %rd1, shmem;
+  cvt.u32.u64 %r1, %rd1;
+  mov.u32 %r2, %tid.x;
+  setp.eq.u32 %p1, %r2, 7;
+  selp.b32 %r3, {low}, {high}, %p1;
+  st.shared.b32 [%r1], %r3;
+"""
+  run(body.format(low=0xFFC00000, high=0x7FC40000), [np.zeros(4, np.int32)], threads=32)
+  for low, high in ((0xFFC00000, 0x3F800000), (0x80000000, 0)):  # NaN and 1; -0 and 0
+    with pytest.raises(KernelFault, match="two lanes write different values"):
+      run(body.format(low=low, high=high), [np.zeros(4, np.int32)], threads=32)
