@@ -295,15 +295,16 @@ def test_the_oracle_is_that_of_the_conformance_suite() -> None:
 
 def test_copies_of_a_case_share_no_block() -> None:
   case = cases.KernelCase(cases.shrunk(arg_specs.GPU_BENCHMARK[1]), copies=3)
+  page = case.spec.block_size
   used = [
-    {block for row, (_, length) in enumerate(case.spec.rows) for block in table[row, : -(-length // 16)]}
+    {block for row, (_, length) in enumerate(case.spec.rows) for block in table[row, : -(-length // page)]}
     for table in case.tables
   ]
   assert not (used[0] & used[1] or used[0] & used[2] or used[1] & used[2])
   assert 0 not in set().union(*used)
   assert len(set().union(*used)) + 1 + case.spec.spare_blocks == case.num_blocks
   at = case.slots[2][0]
-  assert at // 16 in used[2] and at % 16 == (case.spec.rows[0][1] - 1) % 16
+  assert at // page in used[2] and at % page == (case.spec.rows[0][1] - 1) % page
 
 
 def test_bytes_and_operations_of_a_spec() -> None:
