@@ -1,17 +1,21 @@
 """Attention of rows of many queries over their pages, for Hopper; it may not write tokens of other rows.
 
-A thread block takes one item of the plan and one KV head: 128 packed rows, that is (query, head of the group) pairs.
-One warpgroup copies pages into a ring of tiles; two others compute 64 packed rows each as in FlashAttention-3
-(arXiv:2407.08608). The product for a tile's scores runs along with the product for the previous tile's values, the
-softmax overlaps the latter, and the two warpgroups take turns at the tensor core. Pages of fp8 go into a ring of their
-own, from which the copying warpgroup widens them into the tiles.
+A thread block is an SM's, and takes one item of the plan after the other. An item and a KV head are 128 packed rows,
+that is (query, head of the group) pairs. One warpgroup copies pages into a ring of tiles; two
+others compute 64 packed rows each as in FlashAttention-3 (arXiv:2407.08608). The product for a tile's scores runs along
+with the product for the previous tile's values, the softmax overlaps the latter, and the two warpgroups take turns at
+the tensor core. Pages of fp8 go into a ring of their own, from which the copying warpgroup widens them into the tiles.
+
+The copying warpgroup runs ahead across items: it brings the next item's queries and its first tiles while the others
+compute, and stores an item's result while they compute the next one.
 
 A row's result depends only on its own queries, pages and length: tiles of keys lie at fixed positions, and a row's
 items start at its first query. So its bits are the same in every batch.
 """
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -29,11 +33,38 @@ _LANES = 64  # bf16 values in 128 bytes, the unit that TMA and wgmma swizzle
 # contribution, because exp2 of about -1e29 is 0. A power of two, so that its product with any factor is exact and its
 # difference from the row's maximum is 0 even in a fused multiply-add.
 _MASKED = -(2.0**100)
+_MOST_SHARED = 227 * 1024  # bytes of shared memory of a thread block
+_BARRIER_BYTES = 1024  # more than all barriers take, and what aligns the arrays
 _WIDENED_ROWS = 16  # rows that are widened from fp8 at once: the copying warpgroup has few registers
 # Layout of these rows: 4 rows of 64 columns a warp, 8 bytes of fp8 and so 16 bytes of bf16 a lane.
 _WIDENED = plgpu.Layout.TILED(
   plgpu.Tiling(((_WIDENED_ROWS, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
+
+
+class _PrefillItem(NamedTuple):
+  """An item of the plan and a KV head, as scalars of the device; see `prefill`.
+
+  Attributes:
+    is_row: False: padding, which has no queries, no tiles and zeros as its result.
+    row, head: of block_tables and kv.
+    token, count: first token and number of tokens.
+    kv_len: of the row.
+    position: of the first query.
+    lowest: first key that a query sees.
+    first, end: tiles of keys.
+  """
+
+  is_row: jax.Array
+  row: jax.Array
+  head: jax.Array
+  token: jax.Array
+  count: jax.Array
+  kv_len: jax.Array
+  position: jax.Array
+  lowest: jax.Array
+  first: jax.Array
+  end: jax.Array
 
 
 def _tanh(x: jax.Array) -> jax.Array:
@@ -83,28 +114,59 @@ def prefill(
   factor = math.log2(math.e) * (scale if soft_cap is None else soft_cap)
   f32, dtype, per_row, per_score = jnp.float32, q.dtype, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
   is_fp8 = kv.dtype == BYTES
+  ring_bytes = 2 * stages * keys * head_dim * (dtype.itemsize + is_fp8)
+  query_bytes = ROWS_PER_TILE * head_dim * dtype.itemsize
+  # Two tiles of queries, unless the rings leave memory for one.
+  query_tiles = 2 if ring_bytes + 2 * query_bytes + _BARRIER_BYTES <= _MOST_SHARED else 1
 
   def body(
-    q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, tile_refs, k_s, v_s, p_s, narrow, *barriers
-  ):
-    # The tile of queries and finally of the output, [slab, packed row, 64]. `lines` and `tile` are two views of the
-    # same bytes. TMA needs the first: it can copy an array in tiles of 8 rows only from multiples of 8 rows (Lane
-    # lowering compiles others to wrong addresses, Warpgroup lowering rejects them).
-    lines, tile = tile_refs if interpret is None else (tile_refs[0], tile_refs[0])
-    q_full, k_full, v_full, k_free, v_free, turn, tail_full, out_full = barriers
-    item, head, wg = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("wg")
-    row, token = items_g[item, 0], items_g[item, 1]
+    q_g, kv_g, tables_g, lens_g, starts_g, count_g, items_g, out_g, tile_refs, k_s, v_s, p_s, narrow,
+    *barriers,
+  ):  # fmt: skip
+    # Tiles of queries and finally of the output, [tile, slab, packed row, 64]. `all_lines` and `all_tiles` are two
+    # views of the same bytes. TMA needs the first: it can copy an array in tiles of 8 rows only from multiples of 8
+    # rows (Lane lowering compiles others to wrong addresses, Warpgroup lowering rejects them).
+    all_lines, all_tiles = tile_refs if interpret is None else (tile_refs[0], tile_refs[0])
+    all_q_full, k_full, v_full, k_free, v_free, turn, tail_full, all_out_full = barriers
+    sm, wg = lax.axis_index("sm"), lax.axis_index("wg")
+    # SMs take items and KV heads back and forth: round n goes from the first SM to the last or, if n is odd, back.
+    rounds, left = lax.div(count_g[0] * num_kv_heads, plan.num_sms), lax.rem(count_g[0] * num_kv_heads, plan.num_sms)
+
+    def turn_in(n):
+      return jnp.where(lax.rem(n, 2) == 0, sm, plan.num_sms - 1 - sm)
+
+    num_items = rounds + (turn_in(rounds) < left).astype(jnp.int32)
+
+    def read_item(n) -> _PrefillItem:
+      """Returns the SM's n-th item; each warpgroup reads it itself, which saves registers."""
+      number = n * plan.num_sms + turn_in(n)
+      index, head = lax.div(number, num_kv_heads), lax.rem(number, num_kv_heads)
+      row, token = items_g[index, 0], items_g[index, 1]
+      is_row = row >= 0
+      of_row = jnp.maximum(row, 0)
+      row_end, kv_len = starts_g[of_row + 1], lens_g[of_row]
+      count = jnp.minimum(jnp.where(is_row, row_end, geometry.tokens) - token, plan.tile_tokens)
+      position = kv_len - row_end + token
+      lowest = jnp.int32(0) if sliding_window is None else jnp.maximum(position - (sliding_window - 1), 0)
+      first = lax.div(lowest, keys)
+      end = jnp.where(is_row, lax.div(position + (count - 1), keys) + 1, first)
+      return _PrefillItem(is_row, of_row, head, token, count, kv_len, position, lowest, first, end)
 
     def slot_of(number):
       return lax.rem(number, stages)
 
-    def bring(is_row, row, token, kv_len, lowest, first, end):
-      """Brings the queries and, in turns, tiles of keys and of values into the ring."""
+    def query_slot_of(n):
+      return lax.rem(n, query_tiles)
 
-      @pl.when(is_row)
-      def _():
-        for slab, lanes in slabs:
-          plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(token * group, ROWS_PER_TILE), lanes], lines.at[slab], q_full)
+    def bring(n, tiles_before):
+      """Brings an item's queries and, in turns, tiles of keys and of values into the ring; returns all tiles so far.
+
+      Stores the result of the item before.
+      """
+      item = read_item(n)
+      row, head, kv_len, lowest, first, end = item.row, item.head, item.kv_len, item.lowest, item.first, item.end
+      query_slot = query_slot_of(n)
+      lines, q_full = all_lines.at[query_slot], all_q_full.at[query_slot]
 
       def find_sources(i):
         """Returns first row in the tile, block, and first row in the block of each copy of tile i."""
@@ -144,7 +206,7 @@ def prefill(
       def fetch(i):
         """Starts the copies of tile i of fp8."""
         k_bytes, v_bytes, k_fetched, v_fetched = narrow
-        sources, slot = find_sources(i), slot_of(i - first)
+        sources, slot = find_sources(i), slot_of(tiles_before + i - first)
         copy(sources, slot, 0, k_bytes, k_fetched.at[slot])
         copy(sources, slot, 1, v_bytes, v_fetched.at[slot])
 
@@ -160,9 +222,27 @@ def prefill(
       if is_fp8:
         pl.loop(first, jnp.minimum(first + stages, end))(fetch)
 
+      def finish_before():
+        pl.when(n > 0)(functools.partial(store, n - 1))
+
+      if query_tiles == 1:
+        finish_before()
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result from this tile
+
+      @pl.when(item.is_row)
+      def _():
+        for slab, lanes in slabs:
+          plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(item.token * group, ROWS_PER_TILE), lanes], lines.at[slab], q_full)
+
+      @pl.when(jnp.logical_not(item.is_row))
+      def _():
+        for _ in slabs:
+          plgpu.barrier_arrive(q_full)
+
       @pl.loop(first, end)
       def _(i):
-        slot, reused = slot_of(i - first), i - first >= stages
+        number = tiles_before + i - first
+        slot, reused = slot_of(number), number >= stages
         held = kv_len - i * keys  # keys from the tile's first to the row's end
         cut = (held < keys) & (lax.rem(held, page) != 0)  # the row ends inside a block of this tile
         sources = [] if is_fp8 else find_sources(i)
@@ -210,14 +290,16 @@ def prefill(
             for _ in sources:
               plgpu.barrier_arrive(v_full.at[slot])
 
-      @pl.loop(jnp.maximum(end - stages, first), end)
-      def _(i):  # no warp may leave while others still arrive at a barrier
-        plgpu.barrier_wait(k_free.at[slot_of(i - first)])
-        plgpu.barrier_wait(v_free.at[slot_of(i - first)])
+      if query_tiles > 1:
+        finish_before()
+      return tiles_before + (end - first)
 
-    def store(token, count):
-      """Copies the first `count` tokens of the tile out, in runs of powers of two, and touches no other token."""
-      heads = pl.ds(head * group, group)
+    def store(n):
+      """Starts to copy the result of item n out, in runs of powers of two tokens, and touches no other token."""
+      item, query_slot = read_item(n), query_slot_of(n)
+      token, count, lines = item.token, item.count, all_lines.at[query_slot]
+      heads = pl.ds(item.head * group, group)
+      plgpu.barrier_wait(all_out_full.at[query_slot])
       for bit in reversed(range(plan.tile_tokens.bit_length())):
         run = 1 << bit
 
@@ -235,27 +317,30 @@ def prefill(
                 source = lines.at[slab, pl.ds((done + t) * group, group)]
                 plgpu.copy_smem_to_gmem(source, out_g.at[token + done + t, heads, lanes])
 
-      plgpu.wait_smem_to_gmem(0)
+    def compute(n, tiles_before):
+      """Attends for 64 packed rows and writes the result over the queries; returns the number of all tiles so far."""
+      item, query_slot = read_item(n), query_slot_of(n)
+      tile, rows = all_tiles.at[query_slot], pl.ds(wg * _HALF, _HALF)
+      # Behind a barrier, or their inputs would occupy registers through the loops.
+      position, tiles = lax.optimization_barrier((item.position - item.first * keys, item.end - item.first))
+      plgpu.barrier_wait(all_q_full.at[query_slot])
 
-    def compute(is_row, position, tiles):
-      """Attends for 64 packed rows and stores the result over the queries."""
-      rows = pl.ds(wg * _HALF, _HALF)
-
-      @pl.when(is_row)
+      @pl.when(item.is_row)
       def _():
-        out = attend(rows, position, tiles).astype(dtype)
+        out = attend(tile, rows, position, tiles, tiles_before).astype(dtype)
         for slab, lanes in slabs:
           tile[slab, rows] = out[:, lanes.start : lanes.start + _LANES]
 
-      @pl.when(jnp.logical_not(is_row))
+      @pl.when(jnp.logical_not(item.is_row))
       def _():
         for slab, _ in slabs:
           tile[slab, rows] = plgpu.layout_cast(jnp.zeros((_HALF, _LANES), dtype), per_score)
 
       plgpu.commit_smem()
-      plgpu.barrier_arrive(out_full)
+      plgpu.barrier_arrive(all_out_full.at[query_slot])
+      return tiles_before + tiles
 
-    def multiply_keys(scores_acc, rows, slot):
+    def multiply_keys(scores_acc, tile, rows, slot):
       for slab, lanes in slabs:
         plgpu.wgmma(scores_acc, tile.at[slab, rows], k_s.at[slot, :, lanes].transpose((1, 0)))
 
@@ -295,10 +380,11 @@ def prefill(
       _, out, results = run((start(zeros), start(out), like))
       return out, results
 
-    def attend(rows, position, tiles):
+    def attend(tile, rows, position, tiles, tiles_before):
       """Returns f32[64, H]: attention of the warpgroup's packed rows over `tiles` tiles of keys, at least one.
 
-      `position` is the item's first query, counted from the first key of the first tile.
+      `position` is the item's first query, counted from the first key of the first tile. `tiles_before` were in the
+      ring before the first.
       """
 
       def softmax(scores, i, peak, total, masked):
@@ -325,20 +411,20 @@ def prefill(
         return lax.optimization_barrier(lax.optimization_barrier(weights).astype(dtype))
 
       def first_scores(scores_acc):
-        multiply_keys(scores_acc, rows, 0)
+        multiply_keys(scores_acc, tile, rows, slot_of(tiles_before))
         plgpu.barrier_arrive(turn.at[1 - wg])
         return scores_acc[...]
 
       def step(i, carry, masked):
         """Computes the scores of tile i and adds the values of tile i - 1."""
         out, weights, peak, total = carry
-        slot, before = slot_of(i), slot_of(i - 1)
+        slot, before = slot_of(tiles_before + i), slot_of(tiles_before + i - 1)
         plgpu.barrier_wait(k_full.at[slot])
         plgpu.barrier_wait(v_full.at[before])
         plgpu.barrier_wait(turn.at[wg])
 
         def products(scores_acc, out_acc):
-          multiply_keys(scores_acc, rows, slot)
+          multiply_keys(scores_acc, tile, rows, slot)
           multiply_values(out_acc, weights, before)
           plgpu.barrier_arrive(turn.at[1 - wg])
           scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
@@ -353,15 +439,14 @@ def prefill(
       peak = plgpu.layout_cast(jnp.full((_HALF,), _MASKED, f32), per_row)
       total = plgpu.layout_cast(jnp.zeros((_HALF,), f32), per_row)
       out = plgpu.layout_cast(jnp.zeros((_HALF, head_dim), f32), per_score)
-      plgpu.barrier_wait(q_full)
-      plgpu.barrier_wait(k_full.at[0])
+      plgpu.barrier_wait(k_full.at[slot_of(tiles_before)])
 
       @pl.when(wg == 1)
       def _():
         plgpu.barrier_wait(turn.at[1])
 
       scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((_HALF, keys), f32))
-      plgpu.barrier_arrive(k_free.at[0])
+      plgpu.barrier_arrive(k_free.at[slot_of(tiles_before)])
       weights, _, peak, total = softmax(scores, jnp.int32(0), peak, total, masked=True)
       carry = out, operand(weights), peak, total
 
@@ -379,7 +464,7 @@ def prefill(
       carry = lax.fori_loop(end_whole, tiles, lambda i, carry: step(i, carry, masked=True), carry)
 
       out, weights, _, total = carry
-      slot = slot_of(tiles - 1)
+      slot = slot_of(tiles_before + tiles - 1)
       plgpu.barrier_wait(v_full.at[slot])
 
       @pl.when(wg == 0)
@@ -394,38 +479,30 @@ def prefill(
       plgpu.barrier_arrive(v_free.at[slot])
       return out * lax.broadcast_in_dim(1.0 / total, out.shape, [0])
 
-    def work():
-      """Returns the item's numbers; each warpgroup reads them itself, which saves registers."""
-      is_row = row >= 0
-      of_row = jnp.maximum(row, 0)
-      row_end, kv_len = starts_g[of_row + 1], lens_g[of_row]
-      count = jnp.minimum(jnp.where(is_row, row_end, geometry.tokens) - token, plan.tile_tokens)
-      position = kv_len - row_end + token  # of the first query
-      lowest = 0 if sliding_window is None else jnp.maximum(position - (sliding_window - 1), 0)  # key seen
-      first = lax.div(jnp.int32(lowest), keys)  # tile of keys
-      end = jnp.where(is_row, lax.div(position + (count - 1), keys) + 1, first)
-      return is_row, of_row, kv_len, count, position, lowest, first, end
-
-    busy = item < counts_g[1]
-
-    @pl.when(busy & (wg < 2))
+    @pl.when(wg < 2)
     def _():
       plgpu.set_max_registers(232, action="increase")
-      is_row, *_, position, _, first, end = work()
-      # Behind a barrier, or their inputs would occupy registers through the loops.
-      compute(is_row, *lax.optimization_barrier((position - first * keys, end - first)))
+      lax.fori_loop(0, num_items, compute, jnp.int32(0))
 
-    @pl.when(busy & (wg == 2))
+    @pl.when(wg == 2)
     def _():
       plgpu.set_max_registers(40, action="decrease")
-      is_row, of_row, kv_len, count, _, lowest, first, end = work()
-      bring(is_row, of_row, token, kv_len, lowest, first, end)
-      plgpu.barrier_wait(out_full)
-      store(token, count)
+      tiles = lax.fori_loop(0, num_items, bring, jnp.int32(0))
+
+      @pl.when(num_items > 0)
+      def _():
+        store(num_items - 1)
+
+      @pl.loop(jnp.maximum(tiles - stages, 0), tiles)
+      def _(number):  # no warp may leave while others still arrive at a barrier
+        plgpu.barrier_wait(k_free.at[slot_of(number)])
+        plgpu.barrier_wait(v_free.at[slot_of(number)])
+
+      plgpu.wait_smem_to_gmem(0)
 
   swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   tiled = (plgpu.TilingTransform((8, _LANES)), swizzle)  # pyright: ignore[reportAbstractUsage]
-  tile_shape = (len(slabs), ROWS_PER_TILE, _LANES)
+  tile_shape = (query_tiles, len(slabs), ROWS_PER_TILE, _LANES)
   tile_types = [plgpu.SMEM(tile_shape, dtype, transforms=tiled)]
   if interpret is None:
     tile_types = plgpu.RefUnion(plgpu.SMEM(tile_shape, dtype, transforms=(swizzle,)), *tile_types)
@@ -436,8 +513,8 @@ def prefill(
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((geometry.tokens, geometry.num_heads, head_dim), dtype),
-    grid=(plan.max_prefill_items, num_kv_heads),  # heads vary fastest, so items start in the plan's order
-    grid_names=("item", "head"),
+    grid=(plan.num_sms,),
+    grid_names=("sm",),
     num_threads=3,
     thread_name="wg",
     scratch_types=[
@@ -446,14 +523,14 @@ def prefill(
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
       None if interpret is None else plgpu.SMEM((2, _HALF, keys), dtype, transforms=tiled),
       narrow_types,
-      plgpu.Barrier(num_arrivals=len(slabs)),
+      plgpu.Barrier(num_arrivals=len(slabs), num_barriers=query_tiles),
       *[plgpu.Barrier(num_arrivals=1 if is_fp8 else chunks, num_barriers=stages)] * 2,
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       plgpu.Barrier(num_barriers=2),
       plgpu.Barrier(num_arrivals=chunks),
-      plgpu.Barrier(num_arrivals=2),
+      plgpu.Barrier(num_arrivals=2, num_barriers=query_tiles),
     ],
     compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=tuning.lowering),
     interpret=interpret,
-  )(q, kv, block_tables, kv_lens, query_starts, pieces["counts"], pieces["prefill_items"])
+  )(q, kv, block_tables, kv_lens, query_starts, pieces["prefill_count"], pieces["prefill_items"])

@@ -13,6 +13,8 @@ result do not depend on the batch. The assignment of parts to SMs does: longest 
 
 The balance of a step's decode is the mean number of blocks that SMs read, over the largest. A row that alone could keep
 all SMs busy has parts of at most one SM's share. Every split row ends in parts that halve, which even out the loads.
+Prefill items are not split. The longest come first, and SMs take them back and forth, so that loads differ by at most
+the longest item.
 """
 
 import dataclasses
@@ -80,8 +82,7 @@ class Geometry:
 class Plan:
   """The layout of a rung's work list.
 
-  The array, int32[size] at a multiple of ALIGNMENT, has six pieces:
-    counts [2]: the numbers of decode items and prefill items.
+  The array, int32[size] at a multiple of ALIGNMENT, has seven pieces:
     decode_items [max_decode_items, 5]: row, slot of the partial result (-1: there is one part), first block and last
       block + 1 of the row's table, first token. Each item is work for every KV head. Row -1 is padding, which the
       kernel fills with zeros.
@@ -89,6 +90,7 @@ class Plan:
     sm_items [max_decode_items * K]: decode item * K + KV head; longest first in each SM's list.
     row_slots [S + 1]: the partial results of row r are at row_slots[r]:row_slots[r + 1], in order; none if not split.
     prefill_items [max_prefill_items, 2]: (row, first token); row -1 is padding, which the kernel fills with zeros.
+    prefill_count [1]: the number of prefill items.
   Every token of the step is in exactly one decode row, prefill item or padding item. Without the prefill kernel, there
   is no prefill item, and decode items have `item_queries` tokens of a longer row or of padding.
 
@@ -99,7 +101,7 @@ class Plan:
     geometry: of the rung.
     split_blocks: least blocks of a part, 1 or more, except at a row's end. The plan does not split shorter rows.
     decode_queries: the decode kernel takes rows of 1 to this many queries, the prefill kernel all others. 0: no rows.
-    num_sms: SMs of the decode kernel.
+    num_sms: SMs of the device, or of its part that the two attention kernels use.
     has_prefill: whether the rung has the prefill kernel; without it, the decode kernel takes all rows.
   """
 
@@ -166,12 +168,12 @@ class Plan:
   def _placed(self) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     return place_arrays(
       {
-        "counts": (2,),
         "decode_items": (self.max_decode_items, 5),
         "sm_starts": (self.num_sms + 1,),
         "sm_items": (self.max_decode_items * self.geometry.num_kv_heads,),
         "row_slots": (self.geometry.rows + 1,),
         "prefill_items": (self.max_prefill_items, 2),
+        "prefill_count": (1,),
       }
     )
 
@@ -260,17 +262,16 @@ class Plan:
     token = query_starts[tiled] + number * tile_tokens
     position = kv_lens[tiled] - query_starts[tiled + 1] + token
     seen = position + np.minimum(tile_tokens, query_starts[tiled + 1] - token)  # keys of the last query, no window
+    first = self._first_blocks(position - kv_lens[tiled] + least_lens[tiled])
+    end = -(-seen // geometry.block_size)
     padding = np.arange(query_starts[-1], geometry.tokens, tile_tokens)
     none, zero = np.full_like(padding, -1), np.zeros_like(padding)
-    prefill_items = 0
     if self.has_prefill:
-      order = np.argsort(-seen, kind="stable")
+      order = np.argsort(first - end, kind="stable")
       items = np.concatenate([np.stack([tiled, token], 1)[order], np.stack([none, padding], 1)])
-      prefill_items = len(items)
-      pieces["prefill_items"][:prefill_items] = items
+      pieces["prefill_items"][: len(items)] = items
+      pieces["prefill_count"][0] = len(items)
     else:
-      first = self._first_blocks(position - kv_lens[tiled] + least_lens[tiled])
-      end = -(-seen // geometry.block_size)
       longer = np.stack([tiled, np.full_like(tiled, -1), first, end, token], 1)
       decode_items = np.concatenate([decode_items, longer, np.stack([none, none, zero, zero, padding], 1)])
       tile = max(1, _TILE_KEYS // geometry.block_size)  # what an item of padding costs, in blocks
@@ -281,7 +282,6 @@ class Plan:
     starts, numbers = _deal(length[order], geometry.num_kv_heads, self.num_sms)
     pieces["sm_starts"][:] = starts
     pieces["sm_items"][: len(numbers)] = numbers
-    pieces["counts"][:] = len(order), prefill_items
     return packed
 
   def _first_blocks(self, positions: np.ndarray) -> np.ndarray:

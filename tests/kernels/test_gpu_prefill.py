@@ -45,7 +45,9 @@ def quick_compilation() -> Iterator[None]:
 
 
 def plan_of(spec: ArgSpec) -> Plan:
-  return Plan(spec.geometry, split_blocks=8, decode_queries=min(DECODED, 64 // spec.geometry.group))
+  """Of as many SMs as KV heads, so that a thread block has several items."""
+  queries = min(DECODED, 64 // spec.geometry.group)
+  return Plan(spec.geometry, split_blocks=8, decode_queries=queries, num_sms=spec.num_kv_heads)
 
 
 def operands(spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:
@@ -131,6 +133,7 @@ SPECS = (
   (_spec("group_of_64_window_of_one", ((3, 70),), 4, 64, group=64, sliding_window=1), {}),
   (_spec("group_of_1", ((140, 140),), 150, 64, group=1), {}),
   (_spec("fp8", ((9, 150), (5, 70)), 16, 16, kv_dtype="uint8"), {"prefill_tile_keys": 64, "prefill_stages": 2}),
+  (_spec("fp8_with_one_tile_of_queries", ((9, 150), (5, 70)), 16, 32, head_dim=128, kv_dtype="uint8"), {}),
   (_spec("head_of_256", ((4, 100),), 6, 64, group=2, head_dim=256), {"prefill_tile_keys": 64, "prefill_stages": 1}),
 )
 
@@ -159,7 +162,7 @@ def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of
     *inputs, packed = operands(spec, arguments)
     if number == 1:
       pieces = plan_of(spec).split(np.array(packed))
-      items = pieces["prefill_items"][: pieces["counts"][1]]
+      items = pieces["prefill_items"][: pieces["prefill_count"][0]]
       order, (offset, _) = items[::-1].copy(), plan_of(spec).fields["prefill_items"]
       packed = packed.at[offset : offset + order.size].set(order.reshape(-1))
     program = program or prefill(spec)
@@ -185,10 +188,13 @@ BUGS = (
   ("values past the end are not cleaned", "cut = (held < keys)", "cut = (held < 0)"),
   ("values of the wrong stage", "multiply_values(out_acc, weights, before)", "multiply_values(out_acc, weights, slot)"),
   ("values are not waited for", "        plgpu.barrier_wait(v_full.at[before])\n", ""),
-  ("keys overwrite keys in use", "i - first >= stages", "i - first >= stages + 1"),
-  ("all of the tile is written", "store(token, count)\n\n", "store(token, jnp.int32(plan.tile_tokens))\n\n"),
-  ("the result is not handed to TMA", "      plgpu.commit_smem()\n      plgpu.barrier_arrive(out_full)",
-   "      plgpu.barrier_arrive(out_full)"),
+  ("keys overwrite keys in use", "number >= stages", "number >= stages + 1"),
+  ("all of the tile is written", "item.token, item.count,", "item.token, jnp.int32(plan.tile_tokens),"),
+  ("the result is not handed to TMA", "      plgpu.commit_smem()\n      plgpu.barrier_arrive(all_out_full",
+   "      plgpu.barrier_arrive(all_out_full"),
+  ("an item begins at the start of the ring", "slot, before = slot_of(tiles_before + i), slot_of(tiles_before + i - 1)",
+   "slot, before = slot_of(i), slot_of(i - 1)"),
+  ("the result of the item before is not stored", "pl.when(n > 0)", "pl.when(n > 1)"),
   ("padding is not zero", "jnp.zeros((_HALF, _LANES), dtype)", "jnp.ones((_HALF, _LANES), dtype)"),
 )  # fmt: skip
 
@@ -200,23 +206,25 @@ MORE_BUGS = (
   ("a copy brings the wrong part", "ring.at[slot, pl.ds(start, chunk)]", "ring.at[slot, pl.ds(0, chunk)]"),
   ("keys are taken for values", "copy(sources, slot, 1, v_s, v_full", "copy(sources, slot, 0, v_s, v_full"),
   ("a query does not see its own key", "seen = key <= edge", "seen = key < edge"),
-  ("the walk begins a tile late", "first = lax.div(jnp.int32(lowest), keys)", "first = lax.div(lowest, keys) + 1"),
+  ("the walk begins a tile late", "first = lax.div(lowest, keys)", "first = lax.div(lowest, keys) + 1"),
   ("the edge is reached too late", "position + lax.div(wg * _HALF, group) + 1, keys)", "position + 64, keys)"),
   ("the window is left too early", "in_window = lax.div(", "in_window = 0 * lax.div("),
   ("values are cleaned up to one too far", "< held - start", "<= held - start"),
-  ("the first keys are not waited for", "      plgpu.barrier_wait(k_full.at[0])\n", ""),
+  ("the first keys are not waited for", "      plgpu.barrier_wait(k_full.at[slot_of(tiles_before)])\n", ""),
   ("values are given back too early",
-   "          multiply_keys(scores_acc, rows, slot)\n          multiply_values",
-   "          multiply_keys(scores_acc, rows, slot)\n          plgpu.barrier_arrive(v_free.at[before])\n"
+   "          multiply_keys(scores_acc, tile, rows, slot)\n          multiply_values",
+   "          multiply_keys(scores_acc, tile, rows, slot)\n          plgpu.barrier_arrive(v_free.at[before])\n"
    "          multiply_values"),
   ("the other warpgroup never gets its turn", "        plgpu.barrier_arrive(turn.at[1 - wg])\n        return",
    "        return"),
   ("older sums do not decay", "return out * lax.broadcast_in_dim(decay, out.shape, [0])", "return out"),
   ("the sum of weights does not decay", "total * decay + weights", "total + weights"),
   ("a run of tokens is written at the wrong place", "done = count & ~(2 * run - 1)", "done = count & ~(run - 1)"),
-  ("the result is stored before it is there", "      plgpu.barrier_wait(out_full)\n      store(token, count)\n",
-   "      store(token, count)\n      plgpu.barrier_wait(out_full)\n"),
-  ("an idle block does not exit", "item < counts_g[1]", "item <= counts_g[1]"),
+  ("the result is stored before it is there", "      plgpu.barrier_wait(all_out_full.at[query_slot])\n", ""),
+  ("a result is overwritten while it is stored",
+   "      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result from this tile\n", ""),
+  ("the last result comes from the wrong tile", "item.count, all_lines.at[query_slot]", "item.count, all_lines.at[0]"),
+  ("padding does not give its tile away", "          plgpu.barrier_arrive(q_full)\n", "          pass\n"),
 )  # fmt: skip
 
 
@@ -227,6 +235,12 @@ MORE_BUGS = (
 )
 def test_seeded_bug_is_caught(old: str, new: str) -> None:
   check_bug(_SEEDED, old, new)
+
+
+@pytest.mark.long
+def test_items_of_another_sm_are_noticed() -> None:
+  mixed, _ = SPECS[1]
+  check_bug(mixed, "n * plan.num_sms + turn_in(n)", "n * plan.num_sms")
 
 
 def check_bug(spec: ArgSpec, old: str, new: str) -> None:

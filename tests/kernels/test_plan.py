@@ -38,6 +38,13 @@ def make(plan: Plan, lengths: tuple[int, ...], counts: tuple[int, ...] | None = 
   return plan.split(plan.make_work(starts, kv_lens))
 
 
+def decode_items(plan: Plan, pieces: dict[str, np.ndarray]) -> np.ndarray:
+  """int32[items, 5]."""
+  items, copies = divmod(int(pieces["sm_starts"][-1]), plan.geometry.num_kv_heads)
+  assert not copies
+  return pieces["decode_items"][:items]
+
+
 def loads(plan: Plan, pieces: dict[str, np.ndarray]) -> np.ndarray:
   """Blocks that each SM reads; one of a padding item, whose keys are all masked."""
   found = np.zeros(plan.num_sms, np.int64)
@@ -75,21 +82,20 @@ def test_a_longer_max_model_len_splits_a_row_the_same() -> None:
   short, long = (make(plan, ZIPF) for plan in plans)
   for name in ("row_slots", "sm_starts"):
     np.testing.assert_array_equal(short[name], long[name])
-  items = int(short["counts"][0])
-  np.testing.assert_array_equal(short["decode_items"][:items], long["decode_items"][:items])
+  np.testing.assert_array_equal(decode_items(plans[0], short), decode_items(plans[1], long))
 
 
-def parts_of(pieces: dict[str, np.ndarray], row: int) -> list[tuple[int, int]]:
+def parts_of(plan: Plan, pieces: dict[str, np.ndarray], row: int) -> list[tuple[int, int]]:
   """First and last block + 1 of a row's items, in order."""
-  items = pieces["decode_items"][: pieces["counts"][0]]
-  return sorted((first, end) for of, _, first, end, _ in items.tolist() if of == row)
+  items = decode_items(plan, pieces).tolist()
+  return sorted((first, end) for of, _, first, end, _ in items if of == row)
 
 
 def test_a_row_is_split_the_same_in_any_batch() -> None:
   plan = plan_for(64, 131072)
   alone, among = make(plan, (5000,)), make(plan, (5000, *ZIPF[:40]))
-  assert len(parts_of(alone, 0)) > 1
-  assert parts_of(alone, 0) == parts_of(among, 0)
+  assert len(parts_of(plan, alone, 0)) > 1
+  assert parts_of(plan, alone, 0) == parts_of(plan, among, 0)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -104,9 +110,9 @@ def test_every_block_is_read_once_by_one_sm(block_size: int, window: int | None,
   counts = tuple(int(n) for n in rng.choice([0, 1, 1, 1, 2, 4, 5], 48))
   lengths = tuple(int(max(n, rng.choice([4, 300, 16384]) * rng.uniform())) * (n > 0) for n in counts)
   pieces = make(plan, lengths, counts)
-  items = pieces["decode_items"][: pieces["counts"][0]]
+  items = decode_items(plan, pieces)
   for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-    parts = parts_of(pieces, row)
+    parts = parts_of(plan, pieces, row)
     slots = [slot for of, slot, *_ in sorted(items.tolist(), key=lambda item: item[2]) if of == row]
     begin, end = pieces["row_slots"][row : row + 2].tolist()
     if not 0 < count <= plan.decode_queries:
@@ -142,8 +148,8 @@ def test_without_a_prefill_kernel_every_token_is_in_one_decode_item(window: int 
   counts = tuple(int(n) for n in rng.choice([0, 1, 2, 4, 5, 16, 17], 6))
   lengths = tuple(int(max(n, rng.choice([n, 300, 8192]))) for n in counts)
   pieces = make(plan, lengths, counts)
-  assert not pieces["counts"][1]
-  items = pieces["decode_items"][: pieces["counts"][0]].tolist()
+  assert not pieces["prefill_count"][0] and not pieces["prefill_items"].size
+  items = decode_items(plan, pieces).tolist()
   starts = np.append(0, np.cumsum(counts))
   covered = np.zeros(64, int)
   for row, slot, first, end, token in items:
@@ -172,16 +178,33 @@ def test_a_rung_of_more_tokens_than_rows_has_the_prefill_kernel() -> None:
 def test_the_most_items_fit() -> None:
   for counts in ((5,) * 12 + (4,), (1,) * 64, (64,), (17,) * 3, ()):
     plan = plan_for(64, 8192)
-    assert make(plan, (8192,) * len(counts), counts)["counts"][0] <= plan.max_decode_items
+    assert len(decode_items(plan, make(plan, (8192,) * len(counts), counts))) <= plan.max_decode_items
 
 
 def test_a_step_without_decodes_has_no_decode_items() -> None:
   plan = plan_for(8, 8192, tokens=64)
   pieces = make(plan, (40,), (40,))
-  assert not pieces["counts"][0] and not pieces["sm_starts"].any() and not pieces["row_slots"].any()
+  assert not pieces["sm_starts"].any() and not pieces["row_slots"].any()
 
 
 def test_short_rows_are_not_split() -> None:
   plan = plan_for(64, 8192)
   pieces = make(plan, (200,) * 64)
   assert not pieces["row_slots"].any() and (pieces["decode_items"][:64, 1] == -1).all()
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_the_longest_prefill_items_come_first_and_padding_last(window: int | None) -> None:
+  rows = ((5, 9), (700, 700), (1, 40), (64, 8192))
+  plan = plan_for(64, 8192, tokens=1024, sliding_window=window)
+  pieces = make(plan, tuple(length for _, length in rows), tuple(count for count, _ in rows))
+  seen, covered, starts = [], np.zeros(1024, int), np.append(0, np.cumsum([count for count, _ in rows]))
+  for row, token in pieces["prefill_items"][: pieces["prefill_count"][0]].tolist():
+    until = min(token + plan.tile_tokens, starts[row + 1] if row >= 0 else 1024)
+    covered[token:until] += 1
+    position = 0 if row < 0 else rows[row][1] - starts[row + 1] + token
+    first = max(position - (window - 1), 0) // 64 if window else 0
+    seen.append(0 if row < 0 else -(-(position + until - token) // 64) - first)
+  assert seen == sorted(seen, reverse=True)
+  assert covered[starts[2]] == 0, "a row of the decode kernel"
+  assert (np.delete(covered, starts[2]) == 1).all()

@@ -1,6 +1,6 @@
 """Compiles every rung's whole step for GPUs and TPUs without the hardware, and checks the result.
 
-  make check-device                     every rung of the demo model and of Llama-3-8B's shapes, on every target
+  make check-device                     the demo model's and Llama-3's shapes, and a tiny one on other GPUs and TPUs
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
   make check-device ARGS=--emulate      no rungs: the PTX of each GPU kernel runs on this CPU (tools/ptx_emulator)
   make check-device ARGS="--emulate --model=demo"
@@ -31,6 +31,8 @@ _QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "int4")
 _KV_DTYPES = ("auto", "int8", "fp8")
 _MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
 _BUDGETS = "8,16,32,64,128,256,512"
+# Layers are alike, and a compiler's time grows with them: the plain steps of an 8B model have all, other steps so many.
+_LAYERS = 4
 
 
 class TargetCase(NamedTuple):
@@ -44,10 +46,12 @@ class TargetCase(NamedTuple):
   adapters: bool = False
   drafts: bool = False  # the programs of a draft model of this shape, instead of steps
   kv_dtype: str = "auto"
+  layers: int = 0  # of the model; 0: its own
 
   def __str__(self) -> str:
     how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
     how += ["adapters"] * self.adapters + ["drafts"] * self.drafts + [f"{self.kv_dtype} KV"] * (self.kv_dtype != "auto")
+    how += [f"{self.layers} layers"] * bool(self.layers)
     return ", ".join((self.target, self.model, *how))
 
 
@@ -73,12 +77,12 @@ _SMALL = (
 _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "demo", _BUDGETS),
   TargetCase("h200", "llama3-8b", _BUDGETS),
-  TargetCase("h200", "llama3-8b", "128", deterministic=True),
-  TargetCase("h200", "llama3-8b", "8,64,512", quantization="int8"),
-  TargetCase("h200", "llama3-8b", "8,64,512", quantization="w8a8"),
-  TargetCase("h200", "llama3-8b", "8,64,512", quantization="fp8"),
-  TargetCase("h200", "llama3-8b", "64", adapters=True),
-  TargetCase("h200", "llama3-8b", "8,64,512", kv_dtype="fp8"),
+  TargetCase("h200", "llama3-8b", "128", deterministic=True, layers=_LAYERS),
+  TargetCase("h200", "llama3-8b", "8,64,512", quantization="int8", layers=_LAYERS),
+  TargetCase("h200", "llama3-8b", "8,64,512", quantization="w8a8", layers=_LAYERS),
+  TargetCase("h200", "llama3-8b", "8,64,512", quantization="fp8", layers=_LAYERS),
+  TargetCase("h200", "llama3-8b", "64", adapters=True, layers=_LAYERS),
+  TargetCase("h200", "llama3-8b", "8,64,512", kv_dtype="fp8", layers=_LAYERS),
   *(TargetCase(target, "tiny", "8,64,256") for target in ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")),
   TargetCase("sm_80", "tiny", "64", kv_dtype="fp8"),
   TargetCase("sm_80", "tiny", "128", deterministic=True),
@@ -86,18 +90,18 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("v5p", "tiny", "8,64"),
   TargetCase("v6e", "demo", _BUDGETS),
   TargetCase("v6e", "llama3-8b", _BUDGETS),
-  TargetCase("v6e", "llama3-8b", "64", adapters=True),
-  TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="fp8"),
-  TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="int8"),
-  TargetCase("v5e-4", "llama3-8b", "64", kv_dtype="int8"),
+  TargetCase("v6e", "llama3-8b", "64", adapters=True, layers=_LAYERS),
+  TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="fp8", layers=_LAYERS),
+  TargetCase("v6e", "llama3-8b", "8,64,512", kv_dtype="int8", layers=_LAYERS),
+  TargetCase("v5e-4", "llama3-8b", "64", kv_dtype="int8", layers=_LAYERS),
   TargetCase("v6e", "qwen3-0.6b", "8,64,512", drafts=True),
-  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int8"),
-  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="w8a8"),
-  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int4"),
-  TargetCase("v7", "llama3-8b", "8,64,512", quantization="fp8"),
-  TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="w8a8"),
-  TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="int4"),
-  TargetCase("v5e-4", "llama3-8b", _BUDGETS),
+  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int8", layers=_LAYERS),
+  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="w8a8", layers=_LAYERS),
+  TargetCase("v6e", "llama3-8b", "8,64,512", quantization="int4", layers=_LAYERS),
+  TargetCase("v7", "llama3-8b", "8,64,512", quantization="fp8", layers=_LAYERS),
+  TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="w8a8", layers=_LAYERS),
+  TargetCase("v5e-4", "llama3-8b", "8,64,512", quantization="int4", layers=_LAYERS),
+  TargetCase("v5e-4", "llama3-8b", _BUDGETS, layers=_LAYERS),
   TargetCase("h200-8", "llama3-70b", "8,64,512"),
   TargetCase("v5e-16", "llama3-70b", "8,64,256"),  # at 512, activations have the size of a weight's share
 )
@@ -107,17 +111,14 @@ class CompileError(Exception):
   """The compiling process failed; the message ends with the last lines of its standard error."""
 
 
-def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64, layers: int = 0) -> list[dict]:
-  """Returns facts of every rung, smallest first, with ptxas's output (`kernels`). Raises CompileError.
-
-  Args: layers: of the model, 0: its own.
-  """
+def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> list[dict]:
+  """Returns facts of every rung, smallest first, with ptxas's output (`kernels`). Raises CompileError."""
   target = TARGETS[case.target]
   with tempfile.TemporaryDirectory(prefix="sluice-device-") as folder:
     out = pathlib.Path(folder)
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
     command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
-    command += [f"--layers={layers}"]
+    command += [f"--layers={case.layers}"]
     command += [f"--quantization={case.quantization}", f"--kv_dtype={case.kv_dtype}", f"--out={out}"]
     command += ["--deterministic"] * case.deterministic
     command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts
@@ -167,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
   parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="rows of the largest steps")
-  parser.add_argument("--layers", type=positive_int, default=0, help="compile so many of the model's layers; all alike")
+  parser.add_argument("--layers", type=positive_int, default=0, help="compile so many of a model's layers; all alike")
   parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
   parser.add_argument("--quantization", choices=_QUANTIZATIONS, default="none", help="only these steps")
   parser.add_argument("--kv_dtype", choices=_KV_DTYPES, default="auto", help="only these steps")
@@ -198,11 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.error(f"nothing to do for --target={args.target} --model={args.model}; give both")
   rungs, failures = [], 0
   for case in cases:
-    case = case._replace(token_budgets=args.token_budgets or case.token_budgets)
+    case = case._replace(token_budgets=args.token_budgets or case.token_budgets, layers=args.layers or case.layers)
     attention = args.attention or TARGETS[case.target].attention
     print(f"{case}, attention {attention}: compiling {case.token_budgets}", flush=True)
     try:
-      found = compile_all(case, attention, args.max_num_seqs, args.layers)
+      found = compile_all(case, attention, args.max_num_seqs)
     except CompileError as error:
       print(f"{case}: {error}", file=sys.stderr)
       failures += 1
@@ -214,11 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{case}, {rung['tokens']} tokens: {line}")
       failures += len(rung["violations"])
     rungs += found
+    if args.out:
+      args.out.write_text(json.dumps(rungs, indent=1) + "\n", "utf-8")
     if found and "launches" in found[-1]:
       print(f"{case}, {found[-1]['tokens']} tokens: the launches of a layer")
       print("\n".join(f"  {line}" for line in judge.layer_launches(found[-1])), flush=True)
-  if args.out:
-    args.out.write_text(json.dumps(rungs, indent=1) + "\n", "utf-8")
   print("\n".join(judge.table(rungs)))
   print(f"{len(rungs)} rungs compiled, {failures} violations")
   return 1 if failures else 0

@@ -74,7 +74,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
       most += rung["tokens"] > rung["rows"] and not rung["deterministic"]
     # The sums, and the addition of a residual, which follows its sum and so cannot be part of a matmul.
     most += SUMS_A_LAYER + 1 if rung["devices"] > 1 else 0
-    if round(launches_a_layer(rung), 1) > most:  # the compiler may fuse the first layers differently
+    if launches_a_layer(rung) > most + 0.1:  # the compiler may fuse one layer in ten differently, such as the first
       found.append(f"{launches_a_layer(rung):g} launches a layer are over {most}")
     if rung["deterministic"]:
       found += _many_ways(rung["matmuls"])

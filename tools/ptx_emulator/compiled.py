@@ -19,6 +19,8 @@ from tools.ptx_emulator.memory import AccessError, GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
 from tools.ptx_emulator.tensor_map import TensorMap
 
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
 
 @dataclasses.dataclass(frozen=True)
 class MapSpec:
@@ -122,9 +124,10 @@ class ArrayCall:
     return made
 
   def save(self, path: pathlib.Path) -> None:
-    """Writes it into a file of compressed JSON."""
+    """Writes it into a file of compressed JSON; its text names sources from the repository's root on."""
+    text = json.dumps(dataclasses.asdict(self)).replace(f"{_ROOT}/", "")
     with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
-      packed.write(json.dumps(dataclasses.asdict(self)).encode())
+      packed.write(text.encode())
 
   @classmethod
   def load(cls, path: pathlib.Path) -> ArrayCall:

@@ -127,7 +127,10 @@ class _Batch:
 
 
 def _prefill(kv_dtype: str) -> Subject:
-  """Nine queries over three tiles of keys in two stages; a tile has two pages, and the row ends inside a page."""
+  """Nine queries over three tiles of keys in two stages; a tile has two pages, and the row ends inside a page.
+
+  An SM takes four items: the row's and padding's, of two KV heads. So it uses each tile of queries twice.
+  """
   spec = ArgSpec(
     "prefill",
     ((9, 150),),
@@ -135,15 +138,15 @@ def _prefill(kv_dtype: str) -> Subject:
     3,
     block_size=32,
     table_width=6,
-    num_heads=4,
-    num_kv_heads=1,
+    num_heads=8,
+    num_kv_heads=2,
     head_dim=64,
     dtype="bfloat16",
     kv_dtype=kv_dtype,
   )
-  batch = _Batch(KernelCase(spec), Plan(spec.geometry, split_blocks=8, decode_queries=2))
+  batch = _Batch(KernelCase(spec), Plan(spec.geometry, split_blocks=8, decode_queries=2, num_sms=1))
   tuning = dataclasses.replace(tuning_for("", 64, 32), prefill_stages=2, prefill_tile_keys=64)
-  inputs = (*batch.operands, *_host(batch.pieces["counts"], batch.pieces["prefill_items"]))
+  inputs = (*batch.operands, *_host(batch.pieces["prefill_count"], batch.pieces["prefill_items"]))
 
   def program(module: Any) -> tuple[Callable, tuple]:
     static = {"plan": batch.plan, "scale": spec.scale, "soft_cap": None, "tuning": tuning, "interpret": None}
