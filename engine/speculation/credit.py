@@ -15,6 +15,8 @@ it, since they saved at least as much before.
 EARNED_SHARE = 0.005  # of each step without drafts
 FIRST_CREDIT = 4.0  # steps, and the most that is saved up
 LEAST_CREDIT = -8.0
+LEAST_CHARGE = 1.0  # of a step that took longer for trials of which none succeeded
+FREE_COST = 0.02  # of a step that took no longer
 MOST_COST = 3.0  # of one step: a longer one waited for other work
 LOOKS_SHARE = 0.0025  # of each step without drafts, for looks
 MOST_LOOKS_CREDIT = 1.0  # steps, from the start
@@ -80,7 +82,9 @@ class DraftCredit:
       num_saved: plain steps that would have given its tokens; 1 without an accepted draft.
     """
     cost = min(num_taken, MOST_COST) - num_saved
-    if cost > 0:
+    if cost > FREE_COST and num_saved <= 1 and self.allows_trials:
+      self.steps -= max(cost, LEAST_CHARGE)
+    elif cost > 0:
       self.steps -= cost
     else:
       self.steps = max(self.steps, min(0.0, self.steps - cost))

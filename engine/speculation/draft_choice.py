@@ -69,16 +69,13 @@ def add_caution(seconds: Sequence[float], base: float) -> list[float]:
   return [base + _CAUTION * (each - base) if each > base else each for each in seconds]
 
 
-def list_chances(rate: float, count: int, num_unknown: int = 0) -> list[float]:
+def list_chances(rate: float, count: int, num_unknown: int = 0, later: float | None = None) -> list[float]:
   """Returns the chance that the first 1, 2, ..., `count` drafts are accepted.
 
   Args:
-    rate: chance of each draft after accepted ones.
-    num_unknown: tokens before the drafts that are guesses too.
+    rate: chance of the first draft, and of each guess before it.
+    num_unknown: guesses before the drafts.
+    later: chance of each further draft after accepted ones; None: `rate`.
   """
-  chance = rate**num_unknown
-  chances = []
-  for _ in range(count):
-    chance *= rate
-    chances.append(chance)
-  return chances
+  later = rate if later is None else later
+  return [rate ** (num_unknown + 1) * later**place for place in range(count)]

@@ -175,7 +175,10 @@ class DraftCosts:
     """
     table = self._alone_proposing if proposing else self._alone_seconds
     alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0])
-    return [max(each, other + alone[0] - behind[0]) for each, other in zip(alone, behind, strict=True)]
+    return [
+      each if other == UNKNOWN else max(each, other + alone[0] - behind[0])
+      for each, other in zip(alone, behind, strict=True)
+    ]
 
   def _estimate_waiting(self, planned: PlannedStep, chances: Sequence[Sequence[float]]) -> float:
     """Returns the expected tokens a second of steps with drafts of which each waits for the one before."""

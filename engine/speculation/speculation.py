@@ -64,8 +64,9 @@ class DraftCandidate(NamedTuple):
     row: its index among the decodes.
     tokens: the drafts, after the last known token or the token in flight; at least one.
     masks: for a constrained request, the mask after each draft; else ().
-    rate: the chance that a draft is accepted after accepted ones.
-    chances: the chance that the first 1, 2, ... drafts are accepted.
+    rate: the chance that the first draft is accepted.
+    later: the chance that a draft is accepted after accepted ones.
+    num_unknown: guesses before the drafts.
     source: of the drafts.
   """
 
@@ -73,8 +74,13 @@ class DraftCandidate(NamedTuple):
   tokens: tuple[int, ...]
   masks: tuple[bytes, ...]
   rate: float
-  chances: list[float]
+  later: float
+  num_unknown: int = 0
   source: str = ""
+
+  def list_chances(self, num_unknown: int) -> list[float]:
+    """Returns the chance that the first 1, 2, ... drafts are accepted, behind `num_unknown` guesses."""
+    return list_chances(self.rate, len(self.tokens), num_unknown, self.later)
 
 
 class _Tracked:
@@ -176,6 +182,19 @@ class Speculation:
   def _estimate_rate(self, tracked: _Tracked, source: str) -> float:
     """Returns the chance that the request's next draft of `source` is accepted."""
     return self._rates.estimate_rate(tracked.trials, source, self.costs.credit.allows_trials)
+
+  def _estimate_later(self, tracked: _Tracked, source: str) -> float:
+    """Returns the chance of each further draft after accepted ones.
+
+    One draft is trial enough, so further ones count at what is proved. A draft model's proposals are paid for already.
+    """
+    return self._rates.estimate_rate(tracked.trials, source, self.costs.credit.allows_trials and source == MODEL)
+
+  def _make_free(self, row: int, tracked: _Tracked, tokens: tuple[int, ...], num_unknown: int) -> DraftCandidate:
+    """Returns the candidate of a request without a constraint, whose drafts follow `num_unknown` guesses."""
+    source = tracked.draft.source
+    rate, later = self._estimate_rate(tracked, source), self._estimate_later(tracked, source)
+    return DraftCandidate(row, tokens, (), rate, later, num_unknown, source)
 
   # Requests.
 
@@ -336,9 +355,7 @@ class Speculation:
       for tracked in self._proposing.values():
         tokens = tracked.draft.tokens[num_unknown : num_unknown + self._most]
         if tokens:
-          rate = self._estimate_rate(tracked, tracked.draft.source)
-          chances = list_chances(rate, len(tokens), num_unknown)
-          candidates.append(DraftCandidate(0, tokens, (), rate, chances, tracked.draft.source))
+          candidates.append(self._make_free(0, tracked, tokens, num_unknown))
     if candidates and any(self.choose_counts(self._step, planned, candidates)):
       return True
     self.skip_drafts()
@@ -374,10 +391,7 @@ class Speculation:
       tracked.num_expected = 0
       num_unknown += request.num_drafts
     tokens = tracked.draft.tokens[num_unknown : num_unknown + min(most, self._most)]
-    if not tokens:
-      return None
-    rate = self._estimate_rate(tracked, tracked.draft.source)
-    return DraftCandidate(row, tokens, (), rate, list_chances(rate, len(tokens), num_unknown), tracked.draft.source)
+    return self._make_free(row, tracked, tokens, num_unknown) if tokens else None
 
   def _make_constrained(self, row: int, request: Request, tracked: _Tracked, most: int) -> DraftCandidate | None:
     """Returns the draft that the request's constraint makes of the drafter's."""
@@ -406,8 +420,8 @@ class Speculation:
       tracked.draft = Draft(draft.tokens, GRAMMAR)
     else:
       rate = rate_of_draft
-    chances = list_chances(rate, len(draft.tokens))
-    return DraftCandidate(row, draft.tokens, draft.masks, rate, chances, tracked.draft.source)
+    source = tracked.draft.source
+    return DraftCandidate(row, draft.tokens, draft.masks, rate, self._estimate_later(tracked, source), 0, source)
 
   def knows_step(self, planned: PlannedStep) -> bool:
     """Returns whether drafts can be chosen for such a step; see DraftCosts."""
@@ -420,10 +434,10 @@ class Speculation:
       return [0] * len(candidates)  # until the plain steps with proposals are measured
     choice = self.costs.choose_counts(
       planned,
-      [candidate.chances for candidate in candidates],
+      [candidate.list_chances(candidate.num_unknown) for candidate in candidates],
       [not candidate.masks for candidate in candidates],
       proposing,
-      [list_chances(each.rate, len(each.tokens)) for each in candidates],
+      [candidate.list_chances(0) for candidate in candidates],
     )
     self.waits = choice.waits
     if any(choice.counts):

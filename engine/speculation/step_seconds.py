@@ -1,11 +1,12 @@
 """Learns how long a step of decodes takes by its number of tokens, from the steps themselves. Pure Python, no clock.
 
-Where the device computes padding, all steps of a rung take the same time, so padding costs nothing. A size that was not
-measured often enough counts as cheap as the largest smaller one, within a limit: then it is tried, and soon known.
+Where the device computes padding, all steps of a rung take the same time, so padding costs nothing, and the next rung
+counts as cheap as the largest known one: then it is tried, and soon known. Otherwise a size of up to twice the tokens
+of the largest known one counts as the known ones suggest, so drafts grow with what is known.
 
 Contexts grow, and other work comes and goes. That changes steps of all sizes alike, so a change at a well-known size
-changes the others in proportion. A size that was not measured for long counts as cheaper and cheaper, so it is tried
-again, and then its measurements begin anew: one bad moment must not decide for ever.
+changes the others in proportion. One bad moment must not decide for ever: what a size takes more than smaller ones
+counts less and less if it was not measured for long, and its measurements begin anew.
 """
 
 from bisect import bisect_left
@@ -13,14 +14,15 @@ from bisect import bisect_left
 from engine.shapes import ShapeLadder
 
 UNKNOWN = float("inf")  # seconds of a size that is too far from the measured ones to be tried
-_FEW = 3  # measurements that make a size known; of these the median counts
+# Measurements that make a size known. The least counts: a size that seems cheap is used, and so measured again.
+_FEW = 3
 _MANY = 8  # measurements from which on a change is one of all sizes
 _RECENT = 0.1  # weight of a measurement among the later ones
 # A longer or shorter step counts as so many times the estimate, or so small a part: it waited for something else, or
 # the commit of the one before did.
 _MOST_CHANGE = 2.0
 _LEAST_SECONDS = 1e-9  # of a step, for clocks that stand still
-_HALVES_AFTER = 1024  # steps without a measurement of a size, after which it counts as half
+_HALVES_AFTER = 1024  # steps without a measurement of a size, after which its time, or what is more, counts as half
 _BEGINS_ANEW_AFTER = 128
 _EXPIRES_AFTER = 4096
 _EXACT_TOKENS = 8  # sizes up to this are apart; above, a power of two has a few
@@ -33,8 +35,8 @@ class StepSeconds:
   def __init__(self, ladder: ShapeLadder | None):
     """Args: ladder: its rungs are the sizes, since the device computes padding; None: it computes tokens in use."""
     self._ladder = ladder
-    # Size -> number of measurements, seconds, time of the latest; until it is known, also the measurements. Seconds are
-    # in units of the scale, so that a change of all sizes is one number.
+    # Size -> number of measurements, seconds or 0 before they are known, time of the latest; also the measurements of
+    # which the least will count. Seconds are in units of the scale, so that a change of all sizes is one number.
     self._points: dict[int, list[float]] = {}
     self._scale = 1.0
     self._num_steps = 0
@@ -47,31 +49,35 @@ class StepSeconds:
     size = self._size_of(num_tokens)
     seconds = max(seconds, _LEAST_SECONDS) / self._scale
     self._num_steps += num_steps
-    point = self._points.get(size)
-    if point is None or self._num_steps - point[2] > _BEGINS_ANEW_AFTER:
-      self._points[size] = [1, seconds, self._num_steps, seconds]
-      return 1.0
-    count, known, _, *first = point
-    factor = 1.0
+    point = self._points.setdefault(size, [0, 0.0, self._num_steps])
+    count, known, latest, *first = point
+    is_stale = self._num_steps - latest > _BEGINS_ANEW_AFTER
+    if is_stale and (count >= _FEW or not known):
+      count, first = 0, []
     if count < _FEW:
+      count += 1
       first.append(seconds)
-      known = sorted(first)[len(first) // 2]
+      if count == _FEW:
+        known, latest, first = min(first), self._num_steps, []
+      elif not known:  # otherwise the old time counts until the new one is known
+        latest = self._num_steps
+      point[:] = count, known, latest, *first
+      return 1.0
+    factor = 1.0
+    seconds = min(max(seconds, known / _MOST_CHANGE), _MOST_CHANGE * known)
+    changed = known + _RECENT * (seconds - known)
+    if count >= _MANY:
+      factor = changed / known
+      self._scale *= factor
     else:
-      first = []
-      seconds = min(max(seconds, known / _MOST_CHANGE), _MOST_CHANGE * known)
-      changed = known + _RECENT * (seconds - known)
-      if count >= _MANY:
-        factor = changed / known
-        self._scale *= factor
-      else:
-        known = changed
-    point[:] = count + 1, known, self._num_steps, *first
+      known = changed
+    point[:] = count + 1, known, self._num_steps
     return factor
 
   def knows_size(self, num_tokens: int) -> bool:
     """Returns whether steps of `num_tokens` were measured often enough; otherwise their estimate is a trial."""
     point = self._points.get(self._size_of(num_tokens))
-    return point is not None and point[0] >= _FEW
+    return point is not None and point[1] > 0
 
   def scale_all(self, factor: float) -> None:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""
@@ -89,21 +95,27 @@ class StepSeconds:
     Args: base: seconds of a step of `num_tokens` of another kind, if this one is not known.
     """
     self._drop_expired()
-    seconds = {size: self._known_seconds(point) for size, point in self._points.items() if point[0] >= _FEW}
     first = self._size_of(num_tokens)
+    seconds, shares = {}, {}
+    for size, (_, known, latest, *_) in self._points.items():
+      if known:
+        age = max(0, min(_HALVES_AFTER, self._num_steps - latest - _BEGINS_ANEW_AFTER))
+        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER)
+        seconds[size] = self._scale * known * (shares[size] if size <= first else 1.0)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
     sizes = sorted(seconds)
-    found, least = [], 0.0
+    least = self._estimate_step(first, sizes, seconds)
+    if least == UNKNOWN:
+      return [UNKNOWN] * (count + 1)
+    for size, share in shares.items():
+      if size > first and seconds[size] > least:
+        seconds[size] = least + share * (seconds[size] - least)
+    found = []
     for tokens in range(num_tokens, num_tokens + count + 1):
       least = max(least, self._estimate_step(self._size_of(tokens), sizes, seconds))
       found.append(least)
     return found
-
-  def _known_seconds(self, point: list[float]) -> float:
-    """Returns a size's seconds; after some steps without a measurement less and less, down to half."""
-    age = max(0, min(_HALVES_AFTER, self._num_steps - point[2] - _BEGINS_ANEW_AFTER))
-    return self._scale * point[1] / (1.0 + age / _HALVES_AFTER)
 
   def _estimate_step(self, size: int, sizes: list[int], seconds: dict[int, float]) -> float:
     if size in seconds:
@@ -113,14 +125,22 @@ class StepSeconds:
       return UNKNOWN
     below = sizes[above - 1]
     if above == len(sizes):
-      return seconds[below] if size <= self._largest_trial(below) else UNKNOWN
+      return self._extrapolate(size, sizes, seconds) if size <= self._largest_trial(below) else UNKNOWN
     share = (size - below) / (sizes[above] - below)
     return seconds[below] + share * (seconds[sizes[above]] - seconds[below])
+
+  def _extrapolate(self, size: int, sizes: list[int], seconds: dict[int, float]) -> float:
+    """Returns the seconds of a size above the known ones: as the largest known, or on the line of the last two."""
+    known = seconds[sizes[-1]]
+    if self._ladder is not None or len(sizes) < 2:
+      return known
+    slope = (known - seconds[sizes[-2]]) / (sizes[-1] - sizes[-2])
+    return known + (size - sizes[-1]) * max(0.0, min(slope, known / sizes[-1]))
 
   def _largest_trial(self, known: int) -> int:
     """Returns the largest size that may be tried if `known` is the largest known one."""
     if self._ladder is None:
-      return 2 * known + 8
+      return 2 * known
     budgets = self._ladder.token_budgets
     return budgets[min(bisect_left(budgets, known) + 1, len(budgets) - 1)]
 

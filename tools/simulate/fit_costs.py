@@ -91,8 +91,8 @@ def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any
   """Fits the device's part of a table to measured steps.
 
   Args:
-    by_tokens: StepCosts.by_tokens. Rungs are then the corners of a piecewise linear function of the token count, and
-      tokens have no slope of their own.
+    by_tokens: StepCosts.by_tokens. Rungs are then the corners of a piecewise linear function of the token count, with
+      one more at the fewest tokens of a step, and tokens have no slope of their own.
 
   Returns:
     `rung_s` and the five slopes of StepCosts; and the errors of the fit, `mean_error` and `worst_error`, as shares of
@@ -102,14 +102,16 @@ def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any
     ConfigError: there are fewer steps than parameters.
   """
   rungs = sorted({point.tokens for point in points})
+  used = [point.work.decode_rows + point.work.prefill_tokens for point in points]
+  if by_tokens and min(used) < rungs[0]:
+    rungs.insert(0, min(used))
   if len(points) < len(rungs) + len(WORK_COSTS):
     raise ConfigError(f"{len(points)} steps cannot determine {len(rungs) + len(WORK_COSTS)} costs; measure more steps")
   kinds = [name for name in WORK_COSTS if not (by_tokens and name == "prefill_token_s")]
   columns = [WORK_COSTS.index(name) for name in kinds]
   rows = []
-  for point in points:
-    used = point.work.decode_rows + point.work.prefill_tokens
-    rows.append(_shares(rungs, used if by_tokens else point.tokens) + [float(point.work[c]) for c in columns])
+  for point, count in zip(points, used, strict=True):
+    rows.append(_shares(rungs, count if by_tokens else point.tokens) + [float(point.work[c]) for c in columns])
   solution = least_squares(rows, [point.seconds for point in points])
   modelled = [math.fsum(a * b for a, b in zip(row, solution, strict=True)) for row in rows]
   errors = [abs(got / point.seconds - 1) for got, point in zip(modelled, points, strict=True)]
@@ -138,7 +140,7 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
     costs: a table with the same rungs.
     points: measured steps, at least one.
   """
-  smallest = costs.rung_s[0][0]
+  smallest = min(point.tokens for point in points)
   excess: list[list[float]] = [[] for _ in range(WARM_AFTER.bit_length() + 1)]
   for tokens, work, seconds, since, _ in points:
     if tokens == smallest and not work.prefill_tokens:
@@ -154,12 +156,13 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   factor = statistics.median(p.seconds / costs.seconds(p.tokens, p.work) for each in by_rung.values() for p in each)
   rung_s = []
   for tokens, seconds in costs.rung_s:
-    alike = [point for point in by_rung[tokens] if point.after is After.ALIKE]
-    seen = alike if len(alike) >= _ENOUGH else by_rung[tokens]
+    steps = by_rung[max(tokens, smallest)]  # a corner of few tokens moves as the smallest rung does
+    alike = [point for point in steps if point.after is After.ALIKE]
+    seen = alike if len(alike) >= _ENOUGH else steps
     # By tokens the rung is the upper end of these steps, so it moves by its share of the factor.
     found = [
       (point.seconds - (attention := costs.attention(point.work)))
-      * (seconds / (costs.seconds(tokens, point.work) - attention or 1.0) if costs.by_tokens else 1.0)
+      * (seconds / (costs.seconds(point.tokens, point.work) - attention or 1.0) if costs.by_tokens else 1.0)
       for point in seen
     ]
     moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor

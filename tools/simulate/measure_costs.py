@@ -50,8 +50,11 @@ _SHORT_SHARE, _SHORT = 0.4, 8  # share of that rate, most tokens of an answer: m
 Rows = list[tuple[int, int]]  # (first position, tokens) of each
 
 
-def made_steps(shape: StepShape, max_len: int) -> list[Rows]:
-  """Returns the steps to run on one rung: rows that fit it, with positions below `max_len`."""
+def made_steps(shape: StepShape, max_len: int, is_smallest: bool) -> list[Rows]:
+  """Returns the steps to run on one rung: rows that fit it, with positions below `max_len`.
+
+  The smallest rung also has steps of few tokens, whose time matters where the device skips padding.
+  """
   t, s = shape.tokens, shape.rows
   half = max(1, s // 2)
   steps: list[Rows] = [
@@ -64,6 +67,8 @@ def made_steps(shape: StepShape, max_len: int) -> list[Rows]:
   ]
   if t >= 16 and s >= 4:
     steps.append([(0, min(t // 4, max_len))] * 4)
+  if is_smallest:
+    steps += [[(max_len // 8, count)] for count in (1, 2, min(4, t))]
   if t - half > 1:
     steps.append([(max_len // 4, 1)] * half + _prompts(t - half, s - half or 1, max_len, at_end=False)[: s - half])
   return steps
@@ -135,7 +140,7 @@ def measure_device(runner: Runner, config: EngineConfig, max_context: int, secon
   """
   made = HandMade(runner, config)
   shapes = config.ladder.rungs()
-  kinds = [(shape, rows) for shape in shapes for rows in made_steps(shape, max_context)]
+  kinds = [(shape, rows) for shape in shapes for rows in made_steps(shape, max_context, shape is shapes[0])]
   times: list[list[float]] = [[] for _ in kinds]
   for number in range(rounds):
     _progress("measure steps", number, rounds)

@@ -8,7 +8,15 @@ import pytest
 
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.speculation.credit import EARNED_SHARE, FIRST_CREDIT, LEAST_CREDIT, MOST_COST, DraftCredit
+from engine.speculation.credit import (
+  EARNED_SHARE,
+  FIRST_CREDIT,
+  FREE_COST,
+  LEAST_CHARGE,
+  LEAST_CREDIT,
+  MOST_COST,
+  DraftCredit,
+)
 from tests.engine.speculation.test_speculation import CONFIG, Script, copy_text, flat, linear, new_text, square
 
 
@@ -43,6 +51,22 @@ def test_gains_pay_costs_back_but_are_no_credit_for_trials():
   assert credit.steps == -1.5
   credit.charge_step(1.0, 8.0)
   assert credit.steps == 0 and not credit.allows_trials
+
+
+def test_a_trial_that_fails_counts_as_a_step_unless_it_is_free():
+  credit = DraftCredit()
+  credit.charge_step(1.0 + FREE_COST / 2, 1.0)
+  assert credit.steps == pytest.approx(FIRST_CREDIT - FREE_COST / 2)
+  credit.charge_step(1.1, 1.0)
+  assert credit.steps == pytest.approx(FIRST_CREDIT - FREE_COST / 2 - LEAST_CHARGE), "each delays its requests"
+  credit.charge_step(1.3, 1.2)
+  assert credit.steps == pytest.approx(FIRST_CREDIT - FREE_COST / 2 - LEAST_CHARGE - 0.1), "a draft was accepted"
+  for _ in range(4):
+    credit.charge_step(2.0, 1.0)
+  least = credit.steps
+  assert not credit.allows_trials
+  credit.charge_step(1.1, 1.0)
+  assert credit.steps == pytest.approx(least - 0.1), "proved drafts cost their time"
 
 
 def serve_in_turn(speculation: str, overlap: bool, texts: list, seconds: Callable, at_once: int = 1) -> Script:

@@ -12,6 +12,7 @@ from engine.speculation.draft_choice import StepOption, choose_drafts, list_chan
 def test_chances_are_powers_and_unknown_tokens_count_too():
   assert list_chances(0.5, 3) == [0.5, 0.25, 0.125]
   assert list_chances(0.5, 2, 1) == [0.25, 0.125]
+  assert list_chances(0.5, 3, 1, later=0.1) == pytest.approx([0.25, 0.025, 0.0025]), "one draft is trial enough"
 
 
 def test_where_tokens_are_free_all_drafts_pay():

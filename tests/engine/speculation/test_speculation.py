@@ -138,6 +138,30 @@ def test_a_copy_takes_fewer_steps(overlap: bool):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_rows_begin_with_one_draft_and_grow_as_drafts_are_accepted(overlap: bool):
+  def seconds(num_tokens: int) -> float:
+    return 0.01 + 0.001 * num_tokens
+
+  config = dataclasses.replace(CONFIG, overlap=overlap)
+  script = Script(config, {"a": copy_text(1)}, seconds).run()
+  counts = [batch.num_drafts[0] for batch in script.batches if batch.num_drafts]
+  assert counts[:3] == [1, 1, 1] and max(counts) == 7 and counts.index(7) > 3
+  script = Script(dataclasses.replace(config, computes_padding=True), {"a": copy_text(1)}, flat).run()
+  counts = [batch.num_drafts[0] for batch in script.batches if batch.num_drafts]
+  assert counts[0] == 7, "to the edge of the rung, where padding is computed"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_where_drafts_fail_trials_are_short(overlap: bool):
+  def seconds(num_tokens: int) -> float:
+    return 0.01 + 0.001 * num_tokens
+
+  script = Script(dataclasses.replace(CONFIG, overlap=overlap), {"a": new_text(3, 900)}, seconds).run()
+  counts = [sum(batch.num_drafts) for batch in script.batches if batch.num_drafts]
+  assert counts and sum(count == 1 for count in counts) >= 0.7 * len(counts), counts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_several_copies_share_steps(overlap: bool):
   config = dataclasses.replace(CONFIG, overlap=overlap)
   texts = {name: copy_text(number) for number, name in enumerate("abcd")}

@@ -20,22 +20,22 @@ def test_a_size_without_a_known_one_below_is_unknown():
   assert times.estimate_steps(4, 2) == [0.01] * 3
 
 
-def test_a_size_is_known_after_three_measurements_of_which_the_median_counts():
+def test_a_size_is_known_after_three_measurements_of_which_the_least_counts():
   times = StepSeconds(None)
-  note(times, 1, 0.01)
-  for seconds in (0.09, 0.001):
+  note(times, 2, 0.01)
+  for seconds in (0.09, 0.05):
     times.note_step(4, seconds)
-    assert times.estimate_steps(1, 3) == [0.01] * 4, "tried on"
-  times.note_step(4, 0.05)
-  assert times.estimate_steps(4, 0) == [0.05]
+    assert times.estimate_steps(2, 2) == [0.01] * 3 and not times.knows_size(4), "tried on"
+  times.note_step(4, 0.06)
+  assert times.estimate_steps(4, 0) == [0.05] and times.knows_size(4)
 
 
 def test_sizes_between_are_interpolated_and_larger_ones_tried_within_a_limit():
   times = StepSeconds(None)
   note(times, 2, 0.01)
-  assert times.estimate_steps(2, 11) == [0.01] * 11 + [UNKNOWN], "up to 2 * 2 + 8"
+  assert times.estimate_steps(2, 3) == [0.01] * 3 + [UNKNOWN], "up to 2 * 2"
   note(times, 6, 0.03)
-  assert times.estimate_steps(2, 5) == pytest.approx([0.01, 0.015, 0.02, 0.025, 0.03, 0.03])
+  assert times.estimate_steps(2, 5) == pytest.approx([0.01, 0.015, 0.02, 0.025, 0.03, 0.035])
 
 
 def test_later_measurements_have_a_mean_without_outliers():
@@ -73,7 +73,8 @@ def test_the_time_of_another_kind_of_step_is_where_estimates_begin():
   times = StepSeconds(None)
   assert times.estimate_steps(4, 2, base=0.01) == [0.01] * 3
   note(times, 8, 0.05)
-  assert times.estimate_steps(4, 5, base=0.01) == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
+  found = times.estimate_steps(4, 5, base=0.01)
+  assert found == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05, 0.0625]), "no more than in proportion, of the size of 10"
   note(times, 4, 0.03)
   assert times.estimate_steps(4, 1, base=0.01)[0] == 0.03
 
@@ -96,13 +97,22 @@ def test_large_sizes_share_measurements(sizes: tuple[int, int]):
 
 def test_a_measurement_expires():
   times = StepSeconds(None)
-  note(times, 8, 0.5)
+  note(times, 2, 0.51)
   for _ in range(2048):
     times.note_step(1, 0.01)
     times.pass_steps()
-  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.25), "half, as it was not measured for long"
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.26]), (
+    "half of what is more, as it was not measured for long"
+  )
   times.pass_steps()
-  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.01), "it is tried again"
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.01]), "it is tried again"
+
+
+def test_a_size_without_more_tokens_counts_as_half_if_it_was_not_measured_for_long():
+  times = StepSeconds(None)
+  note(times, 8, 0.5)
+  times.pass_steps(128 + 1024)
+  assert times.estimate_steps(8, 0) == pytest.approx([0.25])
 
 
 def test_a_size_that_was_not_measured_for_long_begins_anew():
@@ -113,10 +123,11 @@ def test_a_size_that_was_not_measured_for_long_begins_anew():
   note(times, 1, 0.01, 128)
   assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.5)
   note(times, 1, 0.01, 512)
-  assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.5 / 1.5)
+  old = 0.01 + 0.49 / 1.5
+  assert times.estimate_steps(1, 7)[-1] == pytest.approx(old)
   for _ in range(2):
     times.note_step(8, 0.04)
-    assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.01), "not known"
+    assert times.estimate_steps(1, 7)[-1] == pytest.approx(old, rel=0.01), "the old time, until a new one is known"
   times.note_step(8, 0.04)
   assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.04)
 

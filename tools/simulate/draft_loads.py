@@ -1,0 +1,132 @@
+"""Compares speculation with none at Poisson loads, in virtual time; prints a table. Imports no jax.
+
+  python -m tools.simulate.draft_loads [--acceptances=0,0.1,0.3,0.7] [--loads=0.1,0.2,...,1] [--rounds=5]
+
+A load is a share of the requests a second that the engine serves without drafts when all are there at the start. The
+engine's own code chooses the drafts, as in tools.simulate, whose flags this command takes. Each round has arrivals and
+step times of its own, the same with drafts and without. Two figures of the runs with drafts are divided by those
+without: output tokens a second (above 1 is better), and the 99th percentile of the gaps between tokens (below 1 is
+better). A cell has both, as medians over rounds. --output=FILE also has the mean time per output token.
+"""
+
+import argparse
+from collections.abc import Sequence
+import dataclasses
+import statistics
+import sys
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.measure import commit, write_result
+from tools.report.latency import Objectives
+from tools.simulate.__main__ import arrivals_from, engine_config, fleet_from, make_parser, settle_arguments
+from tools.simulate.draft_chances import DraftChances
+from tools.simulate.events import Collector, Fleet, Simulation
+from tools.simulate.policy_runs import measure_capacity, paced
+from tools.simulate.replica import Arrival
+from tools.simulate.step_costs import StepCosts
+
+_FIGURES = ("output_tok_s", "itl_p99_ms", "tpot_mean_ms")
+_REQUESTS = 200
+
+
+def parse_chances(text: str) -> tuple[float, ...]:
+  """Parses acceptances, separated by commas; raises the error that argparse prints."""
+  try:
+    chances = tuple(map(float, text.split(",")))
+  except ValueError:
+    chances = (-1.0,)
+  if not all(0 <= chance <= 1 for chance in chances):
+    raise argparse.ArgumentTypeError(f"{text!r} must be numbers from 0 to 1 with commas")
+  return chances
+
+
+def parse_loads(text: str) -> tuple[float, ...]:
+  """Parses loads, separated by commas; raises the error that argparse prints."""
+  return tuple(map(positive_float, text.split(",")))
+
+
+def measure_round(
+  config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Sequence[Arrival], acceptances: Sequence[float]
+) -> list[dict[str, float]]:
+  """Serves the arrivals without drafts and with each acceptance; returns the ratios of _FIGURES for each."""
+  plain = run_once(dataclasses.replace(config, speculation="none"), costs, fleet, arrivals)
+  ratios = []
+  for acceptance in acceptances:
+    drafts = DraftChances(acceptance, fleet.drafts.share if fleet.drafts else 1.0)
+    found = run_once(config, costs, dataclasses.replace(fleet, drafts=drafts), arrivals)
+    ratios.append({name: found[name] / plain[name] for name in _FIGURES})
+  return ratios
+
+
+def run_once(config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Sequence[Arrival]) -> dict[str, Any]:
+  """Returns the figures of one run. Raises EngineError."""
+  if config.speculation == "none":
+    fleet = dataclasses.replace(fleet, drafts=None)
+  simulation = Simulation(config, costs, fleet, Collector(Objectives()))
+  simulation.run(arrivals)
+  return simulation.figures()
+
+
+def add_sweep_arguments(parser: CommandParser) -> None:
+  """Adds the flags of the sweep."""
+  parser.add_argument(
+    "--acceptances", type=parse_chances, default="0,0.1,0.3,0.7", help="chances that a draft is right"
+  )
+  parser.add_argument("--loads", type=parse_loads, default="0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", help="with commas")
+  parser.add_argument("--rounds", type=positive_int, default=5, help="rounds with arrivals and step times of their own")
+
+
+def print_table(results: Sequence[dict[str, Any]], acceptances: Sequence[float]) -> None:
+  """Prints a line for each load and a column for each acceptance."""
+  print("| load | " + " | ".join(f"acceptance {acceptance:g}" for acceptance in acceptances) + " |")
+  print("| --- |" + " --- |" * len(acceptances))
+  for each in results:
+    cells = [f"{found['output_tok_s']:.2f}, {found['itl_p99_ms']:.2f}" for found in each["ratios"]]
+    print(f"| {each['load']:g} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command line; returns 2 after one line for bad input."""
+  parser = make_parser()
+  parser.prog, parser.description = "tools.simulate.draft_loads", __doc__
+  add_sweep_arguments(parser)
+  try:
+    args = parser.parse_args(argv)
+    args.num_requests = args.num_requests or _REQUESTS
+    settle_arguments(args)
+    costs = StepCosts.load(args.costs)
+    fleet = fleet_from(args)
+    config = engine_config(args, costs, has_drafts=True)
+    arrivals, about = arrivals_from(args, config.max_model_len)
+    plain = dataclasses.replace(config, speculation="none")
+    capacity = measure_capacity(plain, costs, dataclasses.replace(fleet, drafts=None), arrivals)
+    results = []
+    for load in args.loads:
+      rounds = []
+      for number in range(args.rounds):
+        timed = paced(arrivals, load * capacity, args.burstiness, args.seed + number)
+        seeded = dataclasses.replace(fleet, step_seed=args.step_seed + number)
+        rounds.append(measure_round(config, costs, seeded, timed, args.acceptances))
+      ratios = [
+        {name: statistics.median(each[place][name] for each in rounds) for name in _FIGURES}
+        for place in range(len(args.acceptances))
+      ]
+      results.append({"load": load, "ratios": ratios})
+      print(f"load {load:g} of {args.loads[-1]:g}", file=sys.stderr, flush=True)
+    write_result(
+      args.output,
+      {"costs": args.costs, "workload": about, "capacity_request_s": capacity, "overlap": config.overlap}
+      | {"acceptances": args.acceptances, "rounds": args.rounds, "commit": commit(), "loads": results},
+    )
+  except (EngineError, OSError) as error:
+    return parser.failed(error)
+  print(f"{about['num_requests']} requests, step times of {args.costs}, overlap {config.overlap}\n")
+  print_table(results, args.acceptances)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
