@@ -7,6 +7,9 @@ less the plain steps that its tokens would have taken. All drafts together cost 
 steps, and FIRST_CREDIT - LEAST_CREDIT + MOST_COST steps more. Gains pay costs back, but are no credit for trials: or
 texts that repeat would pay for trials in those that do not.
 
+A trial that fails costs one step at least, unless it was free: cheap trials would be many, and each of them lengthens a
+gap between tokens.
+
 A look at requests for drafts takes the host's time before a step: 80 us right after a step, when caches are cold. Of a
 step of 0.4 ms that is a fifth, so looks at requests without accepted drafts have an account of their own. Gains fill
 it, since they saved at least as much before.
