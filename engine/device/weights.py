@@ -169,7 +169,8 @@ def open_checkpoint(
     form = dataclasses.replace(form, forms=(*form.forms, *((name, BFLOAT16_MATRIX) for name in narrow)))
   whole = abstract(config, dtype)[1]
   plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(whole)}
-  wanted = _declared(mesh, abstract(split.share, dtype)[1])
+  share = whole if split.share == config else abstract(split.share, dtype)[1]  # each takes a tenth of a second
+  wanted = _declared(mesh, share)
   by_share = form.packed  # each device's share is made of its part alone, not of the arrays on all devices
   try:
     graphdef, state = abstract(split.share, dtype, form)

@@ -9,7 +9,7 @@ import pytest
 import safetensors
 
 from engine.device.formats.quantized_source import open_quantized
-from engine.device.formats.quantized_tensor import QuantizedTensor
+from engine.device.formats.quantized_tensor import QuantizedTensor, are_finite, choose_scale_dtype
 from engine.device.safetensors_file import read_header
 from models.families.tensor_map import transposed
 from models.grouped_weight import GroupedWeight
@@ -77,3 +77,31 @@ def test_fp8_becomes_plain(case):
   found = source.read("head", np.dtype(dtype))
   assert isinstance(found, np.ndarray) and found.dtype == dtype
   np.testing.assert_array_equal(found.T.astype(np.float32), expected)
+
+
+@pytest.mark.parametrize(
+  ("scales", "has_offsets", "kept"),
+  [
+    (np.array([0, -65504, 2**-24], np.float16), False, "float16"),
+    (np.array([0, -8188, 1], np.float16), True, "float16"),  # 8 * 8188 is the greatest float16
+    (np.array([0, 8192, 1], np.float16), True, "float32"),
+    (np.array([0, -65280, 2**-14], ml_dtypes.bfloat16), False, "float16"),
+    (np.array([-65536, 1], ml_dtypes.bfloat16), False, "float32"),
+    (np.array([1, -(2**-14.0) * 0.99], ml_dtypes.bfloat16), False, "float32"),
+    (np.array([0, 0], ml_dtypes.bfloat16), False, "float16"),
+    (np.array([0.0, 2**-14, -65504], np.float32), False, "float16"),
+    (np.array([0.0, -(2**-15)], np.float32), False, "float32"),
+    (np.array([3.0, 70000.0], np.float32), False, "float32"),
+  ],
+  ids=str,
+)
+def test_scales_are_kept_as_float16_where_it_has_their_range(scales, has_offsets, kept):
+  assert choose_scale_dtype(np.broadcast_to(scales, (3, scales.size)), 2, 4, has_offsets) == kept
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=str)
+def test_every_number_that_is_not_finite_is_found(dtype):
+  largest = ml_dtypes.finfo(dtype).max
+  assert are_finite(np.array([[0, -largest, largest, ml_dtypes.finfo(dtype).smallest_subnormal]], dtype))
+  for bad in (np.nan, -np.nan, np.inf, -np.inf):
+    assert not are_finite(np.array([1, bad, 2], dtype))

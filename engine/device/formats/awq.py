@@ -14,10 +14,11 @@ from engine.device.formats.quantized_tensor import (
   LayerTensors,
   QuantizedTensor,
   bytes_of,
+  map_scales,
   read_int,
-  read_scales,
   refuse_format,
   resolve_group,
+  widen_scales,
   zero_offsets,
 )
 from models.grouped_weight import GroupedWeight
@@ -45,11 +46,11 @@ def open_layer(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) 
   layer.check_multiple(file, 0, 8, "AWQ packs eight outputs")
   codes = layer.take("qweight", ("I32",), (inputs, outputs // 8))
   zeros = layer.take("qzeros", ("I32",), (inputs // group, outputs // 8))
-  scales = read_scales(layer.take("scales", SCALE_DTYPES, (inputs // group, outputs)))
+  scales = map_scales(layer.take("scales", SCALE_DTYPES, (inputs // group, outputs)))
 
   def decode() -> GroupedWeight:
     offsets = zero_offsets(scales, _unpack(bytes_of(zeros)), 4)
-    return GroupedWeight(_unpack(bytes_of(codes)), scales, 4, 1, offsets)
+    return GroupedWeight(_unpack(bytes_of(codes)), widen_scales(scales), 4, 1, offsets)
 
   return layer.quantized(4, group, scales, True, decode, *SUFFIXES)
 

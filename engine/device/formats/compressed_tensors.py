@@ -23,9 +23,10 @@ from engine.device.formats.quantized_tensor import (
   LayerTensors,
   QuantizedTensor,
   bytes_of,
+  map_scales,
   read_int,
-  read_scales,
   refuse_format,
+  widen_scales,
   words_of,
   zero_offsets,
 )
@@ -133,7 +134,7 @@ def _open_packed(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors
       stored = np.ascontiguousarray(zeros.map().T).view(np.uint8)  # [groups, outputs * bits / 8]
       points = stored if bits == 8 else unpack_nibbles(stored)
       offsets = zero_offsets(scales.T, points[:, :outputs], bits)
-    return GroupedWeight(codes.T, scales.T, bits, 1, offsets)
+    return GroupedWeight(codes.T, widen_scales(scales.T), bits, 1, offsets)
 
   return layer.quantized(bits, group, scales, not is_symmetric, decode, *SUFFIXES)
 
@@ -165,7 +166,7 @@ def _open_int8(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) 
     if zeros is not None:
       points = np.broadcast_to(zeros.map().reshape(-1, inputs // group), scales.shape).T
       offsets = zero_offsets(scales.T, points.astype(np.int32) + 128, 8)
-    return GroupedWeight(codes.T, scales.T, 8, 1, offsets)
+    return GroupedWeight(codes.T, widen_scales(scales.T), 8, 1, offsets)
 
   return layer.quantized(8, group, scales, not is_symmetric, decode, *SUFFIXES)
 
@@ -220,7 +221,7 @@ def _read_groups(
   layer.check_multiple(tensor.file, 1, groups, f"tensor {tensor.name} has {groups} groups")
   group = inputs // groups
   is_symmetric = _match_group(file, config, layer, kind, bits, group)
-  scales = np.broadcast_to(read_scales(tensor).reshape(-1, groups), (outputs, groups))
+  scales = np.broadcast_to(map_scales(tensor).reshape(-1, groups), (outputs, groups))
   return group, scales, is_symmetric
 
 

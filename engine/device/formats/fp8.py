@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from engine.device.formats.quantized_tensor import SCALE_DTYPES, LayerTensors, read_scales, refuse_format
+from engine.device.formats.quantized_tensor import SCALE_DTYPES, LayerTensors, map_scales, refuse_format
 from engine.device.safetensors_file import StoredTensor
 from engine.errors import CheckpointError
 from models.fp8_weight import Fp8Weight
@@ -101,11 +101,11 @@ def open_values(layer: LayerTensors, block: tuple[int, int] | None) -> Fp8Tensor
   suffix = "weight_scale_inv" if layer.find("weight_scale_inv") is not None else "weight_scale"
   if block is None:
     tensor = layer.take(suffix, (*SCALE_DTYPES, "F8_E8M0"), (outputs, 1), (outputs,), (1,), (), (1, 1))
-    scales = read_scales(tensor).astype(np.float32).reshape(-1, 1)
+    scales = map_scales(tensor).astype(np.float32).reshape(-1, 1)
     block = (1 if len(scales) == outputs else outputs, inputs)
   else:
     blocks = -(-outputs // block[0]), -(-inputs // block[1])
-    scales = read_scales(layer.take(suffix, (*SCALE_DTYPES, "F8_E8M0"), blocks)).astype(np.float32)
+    scales = map_scales(layer.take(suffix, (*SCALE_DTYPES, "F8_E8M0"), blocks)).astype(np.float32)
   return Fp8Tensor(f"{layer.name}.weight", values.file, layer.shape, values, scales, block, layer.parts(*SUFFIXES))
 
 

@@ -15,10 +15,11 @@ from engine.device.formats.quantized_tensor import (
   LayerTensors,
   QuantizedTensor,
   bytes_of,
+  map_scales,
   read_int,
-  read_scales,
   refuse_format,
   resolve_group,
+  widen_scales,
   words_of,
   zero_offsets,
 )
@@ -63,7 +64,7 @@ def open_layer(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors, 
   layer.check_multiple(file, 1, pack, f"GPTQ packs {pack} inputs")
   codes = layer.take("qweight", ("I32",), (inputs // pack, outputs))
   zeros = layer.take("qzeros", ("I32",), (inputs // group, outputs // pack))
-  scales = read_scales(layer.take("scales", SCALE_DTYPES, (inputs // group, outputs)))
+  scales = map_scales(layer.take("scales", SCALE_DTYPES, (inputs // group, outputs)))
   if layer.find("g_idx") is not None:
     order = layer.take("g_idx", ("I32",), (inputs,))
     if not np.array_equal(order.map(), np.arange(inputs) // group):
@@ -84,7 +85,8 @@ def open_layer(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors, 
 
   def decode() -> GroupedWeight:
     offsets = zero_offsets(scales, points, bits) if has_offsets else None
-    return GroupedWeight(words_of(codes) if bits == 4 else _unpack(codes.map()), scales, bits, 1, offsets)
+    found = words_of(codes) if bits == 4 else _unpack(codes.map())
+    return GroupedWeight(found, widen_scales(scales), bits, 1, offsets)
 
   used = SUFFIXES[:-1] if has_bias else SUFFIXES
   return layer.quantized(bits, group, scales, has_offsets, decode, *used)

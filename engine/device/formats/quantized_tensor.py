@@ -57,7 +57,7 @@ class QuantizedTensor:
       scales = weight.scales.astype(self.scale_dtype, copy=False)
       offsets = None if weight.offsets is None else weight.offsets.astype(self.scale_dtype, copy=False)
     for values in (scales, offsets):
-      if values is not None and not np.isfinite(values).all():
+      if values is not None and not are_finite(values):
         self._refuse_scales(weight)
     return dataclasses.replace(weight, scales=scales, offsets=offsets)
 
@@ -142,17 +142,48 @@ class LayerTensors:
     )
 
 
-def read_scales(tensor: StoredTensor) -> np.ndarray:
-  """Returns scales as float16 or float32, exactly. Raises CheckpointError if one is NaN or infinite."""
-  values = tensor.map()
-  scales = values if values.dtype == np.float16 else values.astype(np.float32)
-  finite = np.isfinite(scales)
-  if not finite.all():
-    value = scales[~finite].reshape(-1)[0]
+def map_scales(tensor: StoredTensor) -> np.ndarray:
+  """Returns a map of scales, of any float dtype. Raises CheckpointError if one is NaN or infinite."""
+  scales = np.asarray(tensor.map())
+  if not are_finite(scales):
+    exact = widen_scales(scales)
+    value = exact[~np.isfinite(exact)].reshape(-1)[0]
     raise CheckpointError(
       f"{tensor.file}: tensor {tensor.name} holds a scale of {value}; the file is corrupt: copy it again"
     )
   return scales
+
+
+def widen_scales(scales: np.ndarray) -> np.ndarray:
+  """Returns scales of any float dtype as float16 or float32, exactly."""
+  return scales if scales.dtype == np.float16 else scales.astype(np.float32)
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+  """Returns the bits of floats of 16 or 32 bits. Opening passes over all scales; passes over bits are the quickest."""
+  return values.view(np.uint16 if values.itemsize == 2 else np.uint32)
+
+
+def are_finite(values: np.ndarray) -> bool:
+  """Returns whether floats have neither NaN nor infinities."""
+  if values.itemsize == 1:
+    return bool(np.isfinite(values.astype(np.float32)).all())
+  bits = _bits(values)
+  exponent = bits.dtype.type({"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000}[values.dtype.name])
+  return not ((bits & exponent) == exponent).any()
+
+
+def _magnitudes(scales: np.ndarray) -> tuple[float, float]:
+  """Returns the greatest magnitude of scales, and the least that is not 0; 0 and 1 if there is none."""
+  bits = _bits(scales)
+  kind = bits.dtype.type
+  magnitudes = bits & kind(np.iinfo(kind).max >> 1)  # ordered as their floats
+  greatest = magnitudes.max(initial=0)
+  if not greatest:
+    return 0.0, 1.0
+  least = (magnitudes - kind(1)).min() + kind(1)  # 0 becomes the greatest
+  ends = np.array([greatest, least], kind).view(scales.dtype).astype(np.float32)
+  return float(ends[0]), float(ends[1])
 
 
 def choose_scale_dtype(scales: np.ndarray, num_groups: int, bits: int, has_offsets: bool) -> np.dtype:
@@ -164,10 +195,9 @@ def choose_scale_dtype(scales: np.ndarray, num_groups: int, bits: int, has_offse
   """
   if num_groups == 1 or bits == 8 and has_offsets:
     return np.dtype(np.float32)
-  greatest = np.abs(scales.astype(np.float32))
-  largest = greatest.max(initial=0.0) * (1 << bits - 1 if has_offsets else 1)
-  least = greatest.min(where=greatest > 0, initial=1.0)
-  fits = largest <= _HALF.max and (scales.dtype == np.float16 or least >= _HALF.smallest_normal)
+  greatest, least = _magnitudes(scales)
+  largest = greatest * (1 << bits - 1 if has_offsets else 1)
+  fits = largest <= float(_HALF.max) and (scales.dtype == np.float16 or least >= float(_HALF.smallest_normal))
   return np.dtype(np.float16 if fits else np.float32)
 
 
