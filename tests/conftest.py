@@ -1,9 +1,12 @@
 """Settings for every test: silent promotion of types and ranks becomes an error."""
 
 from collections.abc import Iterator
+import gc
 import os
 import shutil
+import signal
 
+gc.disable()  # until all tests are collected: imports leave no garbage, and collections among them take seconds
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of XLA's pool: the GPU interpreter blocks one for each warpgroup that waits, and with only as many as there
 # are cores it can wait for ever.
@@ -13,6 +16,8 @@ from hypothesis import HealthCheck, settings
 import jax
 import pytest
 
+# A shell that starts programs in the background has them ignore SIGINT, which tests send, also to their own processes.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -50,6 +55,13 @@ def chromium() -> Iterator:
     browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=180_000)
     yield browser
     browser.close()
+
+
+def pytest_collection_finish() -> None:
+  """Later collections of garbage skip the objects of modules and of ten thousand tests."""
+  gc.collect()
+  gc.freeze()
+  gc.enable()
 
 
 def pytest_configure(config):
