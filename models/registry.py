@@ -6,9 +6,11 @@ family with Llama's shape and tensor names needs no `tensors`; a family with ano
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
@@ -95,7 +97,14 @@ def tensors(config: ModelConfig) -> TensorMap:
 
 def abstract(config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN) -> tuple[nnx.GraphDef, nnx.State]:
   """Returns the model without arrays: a static graph and a tree of ShapeDtypeStructs with logical axes."""
-  decoder = FAMILIES[config.family].decoder
+  graphdef, state = _declare_decoder(FAMILIES[config.family].decoder, config, jnp.dtype(dtype), form)
+  return graphdef, jax.tree.map(lambda leaf: leaf, state)  # a tree of its own, which the caller may change
+
+
+@functools.lru_cache(maxsize=8)  # opening a checkpoint declares the same decoder up to four times
+def _declare_decoder(
+  decoder: type[Decoder], config: ModelConfig, dtype: jnp.dtype, form: WeightForm
+) -> tuple[nnx.GraphDef, nnx.State]:
   return nnx.split(nnx.eval_shape(lambda: decoder(config, dtype, form)))
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 
-gc.disable()  # until all tests are collected: imports leave no garbage, and collections among them take seconds
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of XLA's pool: the GPU interpreter blocks one for each warpgroup that waits, and with only as many as there
 # are cores it can wait for ever.
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, settings
 import jax
 import pytest
 
+gc.disable()  # until all tests are collected: imports leave no garbage, and collections among them take seconds
 # A shell that starts programs in the background has them ignore SIGINT, which tests send, also to their own processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
