@@ -131,8 +131,8 @@ def test_the_generator_leaves_no_pair_out():
 @pytest.mark.catalogue("E9")
 def test_every_pair_is_served(server: Served):
   choices = [len(values) for values in PARAMETERS.values()]
-  rows = [row for seed in range(8) for row in all_pairs(choices, seed)]  # each pair in several companies
-  assert len(rows) > 200
+  rows = [row for seed in range(3) for row in all_pairs(choices, seed)]  # each pair in several companies
+  assert len(rows) > 75
   for start in range(0, len(rows), BATCH):
     requests = [request_of(row) for row in rows[start : start + BATCH]]
     calls = [server.generation.Generate(request, timeout=240) for request in requests]

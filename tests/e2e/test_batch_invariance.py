@@ -58,7 +58,7 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
     # The kernels of the next, without its norms.
     pytest.param("llama3", "float32", "none", "auto", marks=pytest.mark.long),
     ("qwen3", "float32", "none", "auto"),
-    ("mistral", "bfloat16", "none", "auto"),
+    pytest.param("mistral", "bfloat16", "none", "auto", marks=pytest.mark.long),
     pytest.param("llama3", "float32", "int8", "auto", marks=pytest.mark.long),
     ("llama3", "float32", "w8a8", "int8"),
     ("gemma2", "bfloat16", "int4", "int8"),

@@ -26,7 +26,9 @@ INT4 = MatrixForm("grouped", 4, 32, scale_dtype="float16")
 
 
 # The least part of right answers.
-@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.99), ("w8a8", 0.99), ("int4", 0.98)])
+@pytest.mark.parametrize(
+  ("quantization", "least"), [pytest.param("int8", 0.99, marks=pytest.mark.long), ("w8a8", 0.99), ("int4", 0.98)]
+)
 def test_answers_stay_right(quantization, least):
   options = BuildOptions(
     str(DEMO), quantization=quantization, token_budgets=(32, 128), max_num_seqs=32, prefill_chunk=128

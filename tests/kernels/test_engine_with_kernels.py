@@ -60,12 +60,8 @@ def expected(model: ModelConfig, dtype=jnp.bfloat16, kv_dtype=None) -> list[list
   return tokens("reference", model, dtype, kv_dtype)
 
 
-each_kv = pytest.mark.parametrize(
-  "kv_dtype", [None, pytest.param(BYTES, marks=pytest.mark.kernels)], ids=["kv", "fp8_kv"]
-)
-
-
-@each_kv
+@pytest.mark.kernels
+@pytest.mark.parametrize("kv_dtype", [None, BYTES], ids=["kv", "fp8_kv"])
 @each_model
 @pytest.mark.usefixtures("gpu_interpreter")
 def test_gpu(model: ModelConfig, kv_dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +82,8 @@ def test_cpu(model: ModelConfig, dtype) -> None:
   assert tokens("cpu", model, dtype) == expected(model, dtype)
 
 
-@pytest.mark.parametrize(
-  "kv_dtype",
-  [None, *(pytest.param(dtype, marks=pytest.mark.kernels) for dtype in (BYTES, jnp.dtype(jnp.int8)))],
-  ids=["kv", "fp8_kv", "int8_kv"],
-)
+@pytest.mark.kernels
+@pytest.mark.parametrize("kv_dtype", [None, BYTES, jnp.dtype(jnp.int8)], ids=["kv", "fp8_kv", "int8_kv"])
 @each_model
 @pytest.mark.usefixtures("quick_compilation")
 def test_tpu(model: ModelConfig, kv_dtype) -> None:

@@ -17,7 +17,7 @@ _LOADS = """
 from pallas_kernels import native
 assert native.compiler() is None
 print(native.__file__)
-print(native.load_library("packed_matmul")._name)
+print(native.load_library("argmax")._name)
 """
 
 
@@ -26,7 +26,7 @@ print(native.load_library("packed_matmul")._name)
 )
 def test_a_wheel_without_a_compiler_loads_the_kernels_of_its_machine(tmp_path: pathlib.Path) -> None:
   for level in (_OTHER, native.level()):
-    native.build_library("packed_matmul", level)
+    native.build_library("argmax", level)
   wheel = make_wheel(tmp_path / "dist")
   assert wheel.name.startswith("sluice_serve-") and wheel.name.endswith("-linux_x86_64.whl")
   with zipfile.ZipFile(wheel) as archive:
@@ -50,7 +50,7 @@ def test_a_wheel_without_a_compiler_loads_the_kernels_of_its_machine(tmp_path: p
     assert done.returncode == 0, done.stderr
     module, loaded = done.stdout.splitlines()
     assert module.startswith(str(tmp_path / "installed"))
-    assert pathlib.Path(loaded).name == native.path("packed_matmul", expected).name
+    assert pathlib.Path(loaded).name == native.path("argmax", expected).name
 
 
 _CLIENT_ALONE = """
