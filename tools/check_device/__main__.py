@@ -144,8 +144,9 @@ def emulate_kernels(small: bool, schedules: int) -> int:
   if failed := subprocess.run(command, env=os.environ | devices, check=False).returncode:
     return failed
   with tempfile.TemporaryDirectory(prefix="sluice-emulate-") as out:
-    command = [sys.executable, "-m", "tools.gpu", "--dry_run=emulate", "--only=check", "--minutes=60", f"--out={out}"]
-    return subprocess.run([*command, *(["--match=parts decode 63"] if small else [])], check=False).returncode
+    command = [sys.executable, "-m", "tools.gpu", "--dry_run=emulate", "--only=check,settings", "--minutes=240"]
+    command += [f"--out={out}", *(["--match=parts decode 63"] if small else [])]
+    return subprocess.run(command, check=False).returncode
 
 
 def emulate_steps(model: str) -> int:

@@ -4,12 +4,12 @@
 
 The engine, its scheduler and its packed arrays are the real ones, with the KV layout and the plans of a GPU. Each step
 is the program that a GPU would execute, but XLA's own matmuls replace cuBLASLt's. The same requests then run by this
-CPU's programs. Greedy tokens must be equal, and their log probabilities near.
+CPU's programs. Greedy tokens must be equal, and their log probabilities near, also those of the 20 most likely tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import os
 import pathlib
@@ -29,7 +29,7 @@ from engine.device.options import BuildOptions
 from engine.device.pool_size import PoolSize, PoolSizer
 from engine.device.programs import Program, ProgramSpec
 from engine.request import Request, TokenEvent
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.shapes import StepShape
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
@@ -51,6 +51,8 @@ _TEXTS = (
 )
 # Largest difference of two log probabilities: a bf16 logit near 16 is rounded by up to 0.03, and so is a sum of them.
 LOGPROB_LIMIT = 0.1
+# Largest error of the log probabilities of the most likely tokens, relative in norm: as of attention in bf16.
+NORM_LIMIT = 4e-3
 
 
 def place_on_gpu(spec: ProgramSpec) -> ProgramSpec:
@@ -139,10 +141,30 @@ class EmulatedPrograms:
 
 
 class GreedyAnswer(NamedTuple):
-  """What a request got: tokens and the log probability of each."""
+  """What a request got.
+
+  Attributes:
+    tokens, logprobs: each token and its log probability.
+    top: of each token's position, the log probabilities of the most likely tokens, by token.
+  """
 
   tokens: tuple[int, ...]
   logprobs: tuple[float, ...]
+  top: tuple[Mapping[int, float], ...] = ()
+
+
+class AnswerDifferences(NamedTuple):
+  """How answers differ from those that are expected.
+
+  Attributes:
+    lines: one a difference that rounding does not explain.
+    largest: difference of two log probabilities of chosen tokens.
+    error: of the most likely tokens' log probabilities, relative in norm.
+  """
+
+  lines: list[str]
+  largest: float
+  error: float
 
 
 def build_emulated(options: BuildOptions, source: EmulatedPrograms, events: list[TokenEvent]) -> Built:
@@ -159,7 +181,7 @@ def answer_requests(
   events.clear()
   for number, prompt in enumerate(prompts):
     built.engine.submit(
-      Request(str(number), list(prompt), SamplingParams(temperature=0.0, max_tokens=count, logprobs=0))
+      Request(str(number), list(prompt), SamplingParams(temperature=0.0, max_tokens=count, logprobs=MAX_LOGPROBS))
     )
   while built.engine.num_live:
     built.engine.step()
@@ -169,15 +191,17 @@ def answer_requests(
     entries = [entry for event in own for entry in event.logprobs]
     answers.append(
       GreedyAnswer(
-        tuple(token for event in own for token in event.token_ids), tuple(entry.logprob for entry in entries)
+        tuple(token for event in own for token in event.token_ids),
+        tuple(entry.logprob for entry in entries),
+        tuple(dict(entry.top) for entry in entries),
       )
     )
   return answers
 
 
-def compare_answers(found: Sequence[GreedyAnswer], expected: Sequence[GreedyAnswer]) -> tuple[list[str], float]:
-  """Returns a line for each difference, and the largest difference of two log probabilities."""
-  lines, largest = [], 0.0
+def compare_answers(found: Sequence[GreedyAnswer], expected: Sequence[GreedyAnswer]) -> AnswerDifferences:
+  """Compares answers in order. What is most likely at a position counts where both sides report it."""
+  lines, largest, pairs = [], 0.0, []
   for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
     if mine.tokens != other.tokens:
       lines.append(f"request {number}: tokens {list(mine.tokens)} instead of {list(other.tokens)}")
@@ -186,7 +210,13 @@ def compare_answers(found: Sequence[GreedyAnswer], expected: Sequence[GreedyAnsw
     largest = max(largest, off)
     if not off <= LOGPROB_LIMIT:
       lines.append(f"request {number}: a log probability is off by {off:.3f}; at most {LOGPROB_LIMIT} is rounding")
-  return lines, largest
+    for one, two in zip(mine.top, other.top, strict=True):
+      pairs += [(one[token], two[token]) for token in one.keys() & two.keys()]
+  ours, theirs = np.array(pairs or [(0.0, 0.0)]).T
+  error = float(np.linalg.norm(ours - theirs) / max(float(np.linalg.norm(theirs)), 1e-30))
+  if not error <= NORM_LIMIT:
+    lines.append(f"log probabilities of likely tokens: error {error:.1e} of the norm; at most {NORM_LIMIT} is rounding")
+  return AnswerDifferences(lines, largest, error)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,11 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   expected = answer_requests(reference, events, prompts, args.tokens)
   for text, answer in zip(_TEXTS, found, strict=True):
     print(f"  {text!r}: {tokenizer.decode(list(answer.tokens))!r}")
-  lines, largest = compare_answers(found, expected)
+  lines, largest, error = compare_answers(found, expected)
   print("\n".join(lines), end="\n" if lines else "")
   num_tokens = sum(len(answer.tokens) for answer in found)
   print(f"{len(found)} requests, {num_tokens} tokens by {source.num_steps} emulated steps in {source.seconds:.0f} s")
-  print(f"largest difference of a log probability {largest:.3f}; {len(lines)} requests differ from the CPU's")
+  print(f"log probabilities: largest difference {largest:.3f}, error of the {MAX_LOGPROBS} most likely {error:.1e}")
+  print(f"{len(lines)} differences from the CPU's")
   return 1 if lines else 0
 
 
