@@ -151,10 +151,9 @@ def _launch_facts(module: Any) -> tuple[int, tuple[int, ...]]:
   shared = _constant(launch.operands[len(launch.operands) - 1])
   order: dict[int, None] = {}
   for operation in _walk(launch):
-    if operation != launch and _is_live(operation):
-      for value in operation.operands:
-        if _ARGUMENT in getattr(value.owner, "attributes", ()):
-          order[_argument(value)] = None
+    used = [value for value in operation.operands if _ARGUMENT in getattr(value.owner, "attributes", ())]
+    if used and operation != launch and _is_live(operation):
+      order |= dict.fromkeys(map(_argument, used))
   return shared, tuple(order)
 
 
