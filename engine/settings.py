@@ -353,9 +353,9 @@ class DeviceSettings:
   )
   kv_cache_mb: int = setting(
     0,
-    "KV pool over all devices; 0: all free memory. On a CPU the default is half of the free memory, at most the "
-    "largest of 256 MiB, one full sequence and half of the weights; blocks take memory when they are first "
-    "filled.",
+    "KV pool over all devices; 0: all free memory. On a CPU the default is half of the free memory in four "
+    "significant bits, at most the largest of 256 MiB, one full sequence and half of the weights; blocks take memory "
+    "when they are first filled.",
     group=_MEMORY,
     unit="MiB",
     at_least=0,

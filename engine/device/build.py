@@ -615,7 +615,7 @@ def _size_pool(
   if options.kv_cache_mb:
     return sizer.size_by_memory(options.kv_cache_mb * 2**20, f"--kv_cache_mb={options.kv_cache_mb}")
   trial = spec(-(-sizer.longest // sizer.block_size), sizer.longest)
-  on_cpu, memory = kv_cache.free_bytes(trial.mesh, 0) is None, "half of what weights and a step leave"
+  on_cpu, memory = kv_cache.free_bytes(trial.mesh, 0) is None, "at most half of what weights and a step leave"
   if on_cpu and cpu_bytes is None:
     cpu_bytes, memory = CPU_KV_BYTES, "the default where the system does not report free memory"
   stored = source.choose_pool(sizer, spec, ladder.rungs(), cpu_bytes if on_cpu else None) if source else None

@@ -13,6 +13,7 @@ _LEAST_LENGTH = 512
 # On a CPU other programs share the memory, and the pool takes it as requests fill blocks. So the default is at most
 # half of the free memory, and at most the largest of these bytes, one full sequence, and half of the weights.
 CPU_KV_BYTES = 256 * 2**20
+_SIGNIFICANT_BITS = 4  # of half of the free memory: a pool has at least 8/9 of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,17 @@ class PoolSizer:
   def cpu_bytes(self, left: int, weights: int) -> int:
     """Returns the default bytes for KV on a CPU, where host and device share memory.
 
+    Where free memory limits them, they have few significant bits, so that most starts have a pool of the same size. The
+    programs have that size in their shapes, and the compile cache finds only those of an equal one.
+
     Args:
       left: free bytes after weights and step.
       weights: bytes of the weights.
     """
     useful = max(CPU_KV_BYTES, self.bytes_for(self.longest), weights // 2)
-    return max(min(useful, left // 2), self.bytes_for(self.least_length))
+    half = max(0, left // 2)
+    rounding = max(0, half.bit_length() - _SIGNIFICANT_BITS)
+    return max(min(useful, half >> rounding << rounding), self.bytes_for(self.least_length))
 
   def size_by_memory(self, available: int, source: str) -> PoolSize:
     """Returns a pool with as many blocks as fit the memory and are useful.

@@ -53,7 +53,7 @@ def test_a_cpus_share_is_half_of_what_is_left_and_no_more_than_is_of_use():
   assert SIZER.cpu_bytes(left=20 * GIB, weights=0) == CPU_KV_BYTES
   assert SIZER.cpu_bytes(left=20 * GIB, weights=8 * GIB) == 4 * GIB
   assert large.cpu_bytes(left=20 * GIB, weights=0) == 1010 * 10**6
-  assert large.cpu_bytes(left=10**9, weights=0) == 10**9 // 2
+  assert large.cpu_bytes(left=10**9, weights=0) == 14 * 2**25  # of 500 million bytes, four significant bits
   # What nobody chose is never below what a start needs, and what the user chose is had whole.
   assert large.cpu_bytes(left=10**8, weights=0) == 33 * 10**7
   assert dataclasses.replace(large, is_chosen=True).cpu_bytes(left=1010 * 10**6, weights=0) == 1010 * 10**6
@@ -97,6 +97,15 @@ def decide(monkeypatch):
 def kv_bytes(folder: pathlib.Path, tokens: int, itemsize: int) -> int:
   raw = json.loads((folder / "config.json").read_text())
   return tokens * raw["num_hidden_layers"] * 2 * raw["num_key_value_heads"] * raw["head_dim"] * itemsize
+
+
+def test_a_pool_that_free_memory_limits_has_the_same_size_at_most_starts():
+  """The compile cache finds programs for a pool of one size only."""
+  large = dataclasses.replace(SIZER, longest=16 * 10**9)
+  limits = [2 * (GIB + step * GIB // 1000) for step in range(0, 7000, 7)]
+  sizes = [large.cpu_bytes(left=limit, weights=0) for limit in limits]
+  assert len(set(sizes)) == 8 + 8 + 8  # between powers of two
+  assert all(limit // 2 >= size > limit // 2 * 8 / 9 for limit, size in zip(limits, sizes, strict=True))
 
 
 @pytest.mark.parametrize(
