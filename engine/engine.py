@@ -328,6 +328,8 @@ class Engine:
     if batch.num_drafts:
       record = self.recorder.record_drafts(batch, result, record)
     verdicts = self._scheduler.judge_tokens(batch, result)
+    if verdicts.forced:
+      self.recorder.record_forced(verdicts)
     self.recorder.trace_commit(batch, result, now, record, verdicts)
     events = self._scheduler.commit(batch, result, now, verdicts)
     self.recorder.keep_record(record._replace(commit_s=self._clock() - now))

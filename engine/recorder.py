@@ -135,17 +135,19 @@ class RungTotals(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-  """What became of draft tokens so far. An accepted one saves its request a step.
+  """What became of draft tokens so far. An accepted one saves its request a step, and so does a forced token.
 
   Attributes:
     rows: rows with drafts.
     tokens: their drafts.
     accepted_at: accepted drafts by their position in the row, from the first.
+    forced: tokens that joined an output without a draft, because its constraint allowed no other.
   """
 
   rows: int = 0
   tokens: int = 0
   accepted_at: tuple[int, ...] = (0,) * MAX_DRAFTS
+  forced: int = 0
 
   @property
   def accepted(self) -> int:
@@ -155,7 +157,7 @@ class DraftCounts(NamedTuple):
   def plus(self, other: "DraftCounts") -> "DraftCounts":
     """Returns the sum of both counts."""
     accepted_at = tuple(map(operator.add, self.accepted_at, other.accepted_at))
-    return DraftCounts(self.rows + other.rows, self.tokens + other.tokens, accepted_at)
+    return DraftCounts(self.rows + other.rows, self.tokens + other.tokens, accepted_at, self.forced + other.forced)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,6 +304,10 @@ class Recorder:
     num_rows, num_drafts = len(batch.num_drafts) - batch.num_drafts.count(0), sum(batch.num_drafts)
     self.drafts = self.drafts.plus(DraftCounts(num_rows, num_drafts, tuple(accepted_at)))
     return record._replace(num_drafts=num_drafts, num_accepted=sum(accepted_at))
+
+  def record_forced(self, verdicts: Verdicts) -> None:
+    """Counts the tokens that follow those of a step because their constraints allow no others."""
+    self.drafts = self.drafts.plus(DraftCounts(forced=sum(map(len, verdicts.forced.values()))))
 
   def keep_record(self, record: StepRecord) -> None:
     """Keeps a complete record."""

@@ -196,6 +196,7 @@ def run(
     "preemptions": stats.num_preemptions,
     "draft_tokens": stats.drafts.tokens,
     "accepted_draft_tokens": stats.drafts.accepted,
+    "forced_tokens": stats.drafts.forced,
     "prefix_hit_tokens": stats.num_cached_tokens,
     "idle_slots": stats.num_idle_slots,
     "lost_tokens": stats.num_lost_tokens,

@@ -127,6 +127,7 @@ class Feed:
       "preemptions": stats.num_preemptions,
       "draft_tokens": stats.drafts.tokens,
       "accepted_draft_tokens": stats.drafts.accepted,
+      "forced_tokens": stats.drafts.forced,
       "compiles": report.compiles_after_ready,
       "first_token_s": percentiles(first, _SHARES),
       "first_token_window_s": round(first_window_s, 1),

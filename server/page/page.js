@@ -241,6 +241,8 @@ function show(tick) {
   $("drafts-note").hidden = !tick.draft_tokens;
   set("accepted-drafts", count(tick.accepted_draft_tokens));
   set("drafts", count(tick.draft_tokens));
+  $("forced-note").hidden = !tick.forced_tokens;
+  set("forced", count(tick.forced_tokens));
   for (const element of $("ended").querySelectorAll("dd")) {
     element.textContent = count(tick.finished[element.dataset.reason] ?? 0);
   }

@@ -251,6 +251,11 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
   for position, accepted in enumerate(drafts.accepted_at):
     by_position.add_metric([str(position)], accepted)
   yield by_position
+  yield _counter(
+    "sluice_forced_tokens",
+    "Output tokens that their constraint left no choice about; no step sampled them.",
+    drafts.forced,
+  )
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)
   host = stats.host_pool
   if host is not None:

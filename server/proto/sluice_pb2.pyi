@@ -469,7 +469,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self, steps_after_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests", "skipped_tokens_total", "draft_rows_total", "draft_tokens_total", "accepted_draft_tokens_total")
+    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests", "skipped_tokens_total", "draft_rows_total", "draft_tokens_total", "accepted_draft_tokens_total", "forced_tokens_total")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     WARMUP_S_FIELD_NUMBER: _ClassVar[int]
@@ -500,6 +500,7 @@ class GetLoadResponse(_message.Message):
     DRAFT_ROWS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FORCED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     load_s: float
     warmup_s: float
@@ -530,7 +531,8 @@ class GetLoadResponse(_message.Message):
     draft_rows_total: int
     draft_tokens_total: int
     accepted_draft_tokens_total: int
-    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ..., skipped_tokens_total: _Optional[int] = ..., draft_rows_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ...) -> None: ...
+    forced_tokens_total: int
+    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ..., skipped_tokens_total: _Optional[int] = ..., draft_rows_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ..., forced_tokens_total: _Optional[int] = ...) -> None: ...
 
 class RungLoad(_message.Message):
     __slots__ = ("tokens", "rows", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "idle_slots_total", "host_s_total", "device_s_total", "skipped_tokens_total")

@@ -296,6 +296,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       draft_rows_total=stats.drafts.rows,
       draft_tokens_total=stats.drafts.tokens,
       accepted_draft_tokens_total=stats.drafts.accepted,
+      forced_tokens_total=stats.drafts.forced,
       prefix_hit_tokens_total=stats.num_cached_tokens,
       requests_finished_total=sum(stats.finished.values()),
       rungs=[

@@ -46,6 +46,7 @@ def generate(speculation: str, overlap: str, **settings) -> list[Completion]:
     if speculation == "draft":  # of 2,048 tokens, with every parameter
       assert stats.drafts.accepted_at[0] > 0.3 * stats.drafts.rows > 10
     assert llm.engine._runner.compiles_after_ready == 0  # type: ignore[attr-defined]
+    assert bool(stats.drafts.forced) == (speculation == "auto")
     assert stats.blocks_used == 0 and bool(stats.drafts.accepted) == (speculation != "none")
     return [each for output in outputs for each in output.outputs]
 

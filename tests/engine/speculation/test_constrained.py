@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_tokens_and_finishes_are_those_without_drafts(speculation: str, overlap:
 
 def test_forced_tokens_are_of_auto_alone():
   def count_steps(speculation: str, wanted: str = "", **params: Any) -> tuple[int, int]:
-    """Returns the steps and the drafts of four requests."""
+    """Returns the steps and the drafts of four requests; counts tokens that no step sampled."""
     config = dataclasses.replace(CONFIG, speculation=speculation, overlap=False)
     scheduler, runner, front = Scheduler(config), FakeRunner(config), Front()
     engine = Engine(scheduler, runner, VirtualClock(), front)
@@ -163,6 +164,9 @@ def test_forced_tokens_are_of_auto_alone():
     while engine.num_live:
       engine.step()
     assert engine.dead is None, engine.dead
+    if sum(drafts) == 0:  # otherwise a row may bring several tokens
+      rows = sum(each.num_rows for each in engine.stats(sys.maxsize).steps)
+      assert engine.stats().drafts.forced == 4 * 40 - rows, "a token is sampled or forced"
     return len(drafts), sum(drafts)
 
   forced, plain = count_steps("auto"), count_steps("auto", "none")

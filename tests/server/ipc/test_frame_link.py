@@ -306,7 +306,7 @@ def test_a_report_comes_back_as_it_was():
     **numbers
     | {
       "host_pool": HostPoolCounts(1, 2, 3),
-      "drafts": DraftCounts(3, 9, (2, 1, 0, 0, 0, 0, 0)),
+      "drafts": DraftCounts(3, 9, (2, 1, 0, 0, 0, 0, 0), 5),
       "rungs": {8: RungTotals(1, 2, 3, 4, 5, 0.5, 0.25)},
       "finished": dict.fromkeys(FinishReason, 2),
       "steps": (StepRecord(0, "prefill", *range(len(StepRecord._fields) - 2)),),  # pyright: ignore[reportArgumentType]
