@@ -6,7 +6,7 @@ Two engines of one model take turns: one without speculation, and one whose draf
 the chance --acceptance, and another token otherwise. A turn generates --tokens tokens for each of `rows` sequences and
 compares them with the first engine's. `ratio` is the median over turns of the tokens a second with drafts to those
 without, and `quartiles` are around it. --acceptance=0 measures the cost of hopeless drafts. `ceiling` is the expected
-tokens of a row in a step, if all its drafts were verified at no cost.
+tokens of a row in a step, if all its drafts were verified at no cost. `rung` is that of most steps with speculation.
 
 With --draft_model, drafts also cost what a draft model of that shape costs: it runs with random weights and the
 vocabulary of the other model, and the oracle replaces its tokens.
@@ -25,6 +25,7 @@ from engine.batch import MAX_DRAFTS
 from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from engine.errors import EngineError
+from engine.recorder import EngineStats
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import UNBOUNDED_QUEUE
@@ -133,6 +134,12 @@ def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random
   return build_engine(options, lambda *_: None, lambda _: None)
 
 
+def find_rung(built: Built, before: EngineStats) -> int:
+  """Returns the tokens of the rung that most of the engine's steps since `before` have."""
+  after, earlier = built.engine.stats().steps_by_rung, before.steps_by_rung
+  return max(after, key=lambda rung: after[rung] - earlier.get(rung, 0))
+
+
 def measure(
   model: pathlib.Path,
   rows: int,
@@ -152,6 +159,7 @@ def measure(
   oracle.outputs = {str(row): output for row, output in enumerate(outputs)}
   plain.runner.seal()  # the second engine compiled after the first one was ready
   rates: dict[Built, list[float]] = {plain: [], drafted: []}
+  started = drafted.engine.stats()
   num_steps = 0
   for turn in range(turns + 1):
     for built in (plain, drafted) if turn % 2 else (drafted, plain):
@@ -169,6 +177,7 @@ def measure(
     "tokens_per_s": round(statistics.median(rates[drafted]), 1),
     "plain_tokens_per_s": round(statistics.median(rates[plain]), 1),
     "tokens_per_row_and_step": round(turns * (tokens - 1) / num_steps, 2),
+    "rung": find_rung(drafted, started),
     "ceiling": round(sum(acceptance**place for place in range(drafts + 1)), 2),
     "compiles_after_ready": plain.runner.compiles_after_ready + drafted.runner.compiles_after_ready,
   }

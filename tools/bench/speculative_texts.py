@@ -12,10 +12,10 @@ in changing order, so that other work on the machine meets all three. All output
   same        the same two figures of both servings without speculation: what differs from 1 there is noise
   least       the ratio of the fastest servings of each group, which other work delays least
   host_us     the engine thread's processor time for an output token, without and with speculation; medians over turns
-  tokens_per_step, drafts, accepted   of the engine with speculation
+  tokens_per_step, rung, drafts, accepted, forced   of the engine with speculation; the rung is that of most steps
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import json
 import pathlib
 import statistics
@@ -35,6 +35,7 @@ from server.proto import sluice_pb2 as pb
 from server.text.constraint_compiler import ConstraintCompiler, OutputGrammar
 from server.text.tokenizer import load_tokenizer
 from tools.arguments import CommandParser, positive_int
+from tools.bench.speculation import find_rung
 from tools.demo_model.measure_draft import KINDS, make_messages
 from tools.demo_model.train import chat_ids
 from tools.make_random_model import find_bench_model
@@ -130,8 +131,10 @@ def measure_kind(
     "host_us": [round(1e6 * host[name] / tokens, 1) for name in ("plain", "drafted")],
     "tokens": tokens,
     "tokens_per_step": round(turns * tokens / (after.num_steps - before.num_steps), 2),
+    "rung": find_rung(drafted, before),
     "drafts": after.drafts.tokens - before.drafts.tokens,
     "accepted": after.drafts.accepted - before.drafts.accepted,
+    "forced": after.drafts.forced - before.drafts.forced,
   }
 
 
@@ -165,6 +168,24 @@ def _build(model: pathlib.Path, speculation: str, overlap: str) -> Built:
   return build_engine(options, lambda *_: None, lambda _: None)
 
 
+def measure_texts(
+  kinds: Sequence[str], speculation: str, requests: int, rows: int, turns: int, overlap: str
+) -> Iterator[dict[str, object]]:
+  """Yields the figures of each kind; see the module."""
+  model, _ = find_bench_model("demo")
+  plain, drafted = (_build(model, value, overlap) for value in ("none", speculation))
+  loaded = load_tokenizer(model, max_prompt_bytes=1 << 20)
+  assert loaded is not None, "the demo model has a tokenizer"
+  config = plain.config
+  compiler = ConstraintCompiler(loaded, config.vocab_size, config.eos_token_ids)
+  grammar = compiler.compile(pb.OutputConstraint(json_schema=json.dumps(_SCHEMA)))
+  tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+  for kind in kinds:
+    prompts = make_prompts(plain, tokenizer, kind, requests)
+    groups = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
+    yield measure_kind(plain, drafted, kind, groups, turns, grammar if kind == "schema" else None)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   parser = CommandParser("bench_speculative_texts", __doc__)
@@ -181,21 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error(f"--kinds: {', '.join(sorted(unknown))} is not one of {', '.join((*KINDS, 'schema', 'repeat'))}")
   if args.rows > 64:
     parser.error(f"--rows={args.rows} is above 64, the sequences that run at once; lower it")
-  model, _ = find_bench_model("demo")
   chosen = {key: getattr(args, key) for key in ("speculation", "overlap", "rows")}
   print(json.dumps({"machine": machine(), "commit": commit()} | chosen))
   try:
-    plain, drafted = (_build(model, speculation, args.overlap) for speculation in ("none", args.speculation))
-    loaded = load_tokenizer(model, max_prompt_bytes=1 << 20)
-    assert loaded is not None, "the demo model has a tokenizer"
-    config = plain.config
-    compiler = ConstraintCompiler(loaded, config.vocab_size, config.eos_token_ids)
-    grammar = compiler.compile(pb.OutputConstraint(json_schema=json.dumps(_SCHEMA)))
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    for kind in kinds:
-      prompts = make_prompts(plain, tokenizer, kind, args.requests)
-      groups = [prompts[first : first + args.rows] for first in range(0, len(prompts), args.rows)]
-      found = measure_kind(plain, drafted, kind, groups, args.turns, grammar if kind == "schema" else None)
+    for found in measure_texts(kinds, args.speculation, args.requests, args.rows, args.turns, args.overlap):
       print(json.dumps(found), flush=True)
   except EngineError as error:
     return parser.failed(error)
