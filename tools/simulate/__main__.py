@@ -376,6 +376,12 @@ def policy_names(text: str) -> tuple[str, ...]:
 def make_parser() -> CommandParser:
   """Returns the parser of the command line."""
   parser = CommandParser("tools.simulate", __doc__)
+  add_arguments(parser)
+  return parser
+
+
+def add_arguments(parser: CommandParser) -> None:
+  """Adds all flags of the command."""
   parser.add_argument("--costs", default=DEMO_COSTS, help="cost table of tools.simulate.measure_costs")
   parser.add_argument(
     "--policies", type=policy_names, default=(), help="policies to run side by side; MODULE:CLASS is one of your own"
@@ -397,7 +403,6 @@ def make_parser() -> CommandParser:
   parser.add_argument("--report", default="", help="folder for a page and plots of all policies, and their run files")
   parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
   parser.add_argument("--output", type=output_file, default="", help="also write the JSON to this file")
-  return parser
 
 
 def settle_arguments(args: Any) -> None:

@@ -17,11 +17,11 @@ import sys
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import commit, write_result
 from tools.report.latency import Objectives
-from tools.simulate.__main__ import arrivals_from, engine_config, fleet_from, make_parser, settle_arguments
+from tools.simulate.__main__ import add_arguments, arrivals_from, engine_config, fleet_from, settle_arguments
 from tools.simulate.draft_chances import DraftChances
 from tools.simulate.events import Collector, Fleet, Simulation
 from tools.simulate.policy_runs import measure_capacity, paced
@@ -30,6 +30,9 @@ from tools.simulate.step_costs import StepCosts
 
 _FIGURES = ("output_tok_s", "itl_p99_ms", "tpot_mean_ms")
 _REQUESTS = 200
+# Flags of tools.simulate that the sweep sets itself, or has no use for.
+_REFUSED = ("policies", "load", "rate", "rate_scale", "draft_acceptance", "draft_share", "draft_trace", "find_replicas")
+_REFUSED += ("report", "json")
 
 
 def parse_chances(text: str) -> tuple[float, ...]:
@@ -55,16 +58,13 @@ def measure_round(
   plain = run_once(dataclasses.replace(config, speculation="none"), costs, fleet, arrivals)
   ratios = []
   for acceptance in acceptances:
-    drafts = DraftChances(acceptance, fleet.drafts.share if fleet.drafts else 1.0)
-    found = run_once(config, costs, dataclasses.replace(fleet, drafts=drafts), arrivals)
+    found = run_once(config, costs, dataclasses.replace(fleet, drafts=DraftChances(acceptance)), arrivals)
     ratios.append({name: found[name] / plain[name] for name in _FIGURES})
   return ratios
 
 
 def run_once(config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Sequence[Arrival]) -> dict[str, Any]:
   """Returns the figures of one run. Raises EngineError."""
-  if config.speculation == "none":
-    fleet = dataclasses.replace(fleet, drafts=None)
   simulation = Simulation(config, costs, fleet, Collector(Objectives()))
   simulation.run(arrivals)
   return simulation.figures()
@@ -90,11 +90,14 @@ def print_table(results: Sequence[dict[str, Any]], acceptances: Sequence[float])
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; returns 2 after one line for bad input."""
-  parser = make_parser()
-  parser.prog, parser.description = "tools.simulate.draft_loads", __doc__
+  parser = CommandParser("tools.simulate.draft_loads", __doc__)
+  add_arguments(parser)
   add_sweep_arguments(parser)
   try:
     args = parser.parse_args(argv)
+    for name in _REFUSED:
+      if getattr(args, name) != parser.get_default(name):
+        raise ConfigError(f"{name}={getattr(args, name)} is of tools.simulate alone; leave out --{name}")
     args.num_requests = args.num_requests or _REQUESTS
     settle_arguments(args)
     costs = StepCosts.load(args.costs)
@@ -102,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = engine_config(args, costs, has_drafts=True)
     arrivals, about = arrivals_from(args, config.max_model_len)
     plain = dataclasses.replace(config, speculation="none")
-    capacity = measure_capacity(plain, costs, dataclasses.replace(fleet, drafts=None), arrivals)
+    capacity = measure_capacity(plain, costs, fleet, arrivals)
     results = []
     for load in args.loads:
       rounds = []

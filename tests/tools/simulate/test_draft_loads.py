@@ -36,6 +36,12 @@ def test_the_table_has_a_line_for_each_load_and_a_column_for_each_acceptance(tmp
     assert f"{right['output_tok_s']:.2f}, {right['itl_p99_ms']:.2f}" in "".join(lines[4:])
 
 
+@pytest.mark.parametrize("flag", ["--report=x", "--load=0.5", "--draft_share=0.5", "--json"])
+def test_flags_that_the_sweep_cannot_apply_are_refused(flag, capsys):
+  assert draft_loads.main([flag]) == 2
+  assert f"leave out {flag.partition('=')[0]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--acceptances=0,1.5", "--acceptances=much", "--loads=0", "--rounds=0"])
 def test_bad_input_is_one_line(flag, capsys):
   with pytest.raises(SystemExit) as ended:
