@@ -45,6 +45,17 @@ def quick_compilation() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def quick_steps() -> Iterator[None]:
+  """For modules that compare no bits: engines, too, compile without LLVM's optimizations, in two thirds of the time."""
+  with pytest.MonkeyPatch.context() as patch:
+    for module in ("programs", "draft_programs"):
+      patch.setattr(f"engine.device.{module}.step_options", lambda spec: None)
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
 def chromium() -> Iterator:
   """A browser for the live page; see tests/server/page/browser.py."""
   path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

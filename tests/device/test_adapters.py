@@ -32,6 +32,8 @@ from tools.bench.speculation import OracleDrafter
 from tools.make_random_adapter import TARGETS, matrices, read_products, write_plain_adapter, write_random_adapter
 from tools.make_random_model import family_config, write_model
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 RNG = random.Random(5)
 LONGEST = 128

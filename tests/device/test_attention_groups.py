@@ -15,6 +15,8 @@ from pallas_kernels.paged_attention.plan import Geometry, make_plan
 from tests.device.serving import serve
 from tests.device.tiny_model import TINY, dense_greedy, make_runner, random_params
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 _NARROW = dataclasses.replace(TINY.layers[0], window=5, rope_theta=300.0, scale=0.5)
 _WIDE = dataclasses.replace(TINY.layers[0], num_kv_heads=4, soft_cap=1.5)
 MIXED = dataclasses.replace(TINY, num_layers=3, layer_attention=(_NARROW, _WIDE, _NARROW))

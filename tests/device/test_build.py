@@ -18,6 +18,8 @@ from pallas_kernels import native
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 RAW = CASES["llama3"][0] | {"num_hidden_layers": 2}
 SMALL = {"token_budgets": (8, 16), "max_num_seqs": 4, "prefill_chunk": 16}
 ONE_SIZE = SMALL | {"token_budgets": (16,)}  # where the sizes of steps are not what is tested: each is compiled

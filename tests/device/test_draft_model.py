@@ -27,6 +27,8 @@ from models.weight_form import WeightForm
 from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
 from tests.device.tiny_model import MAX_LEN, TINY, dense_greedy, make_runner, random_params
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 DRAFT = dataclasses.replace(TINY, num_layers=1, num_heads=2, num_kv_heads=1)
 NUM_PROPOSALS = 4
 NUM_BLOCKS = 140

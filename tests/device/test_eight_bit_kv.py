@@ -15,6 +15,8 @@ from tests.device.serving import Served, serve
 from tests.device.test_host_blocks import NUM_BLOCKS, NUM_HOST_BLOCKS, PROMPTS, Talks
 from tests.device.tiny_model import TINY, make_runner
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
 REQUESTS = [(prompt, GREEDY) for prompt in PROMPTS]
 

@@ -21,6 +21,8 @@ from tools.clients import use_anthropic
 from tools.demo_model import skills
 from tools.demo_model.tokenizer import CHAT_TEMPLATE
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
 WEATHER = {
   "type": "function",

@@ -19,6 +19,8 @@ from server.text.tokenizer import Tokenizer
 from tools.chaos.server.books import check_scheduler
 from tools.demo_model.skills import SKILLS, SkillInstance, is_correct, make_instances
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 PER_SKILL = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
