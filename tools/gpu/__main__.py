@@ -26,7 +26,7 @@ Another stage runs only where --only names it:
 Each job runs in a process that may hang or die without affecting the others. A kernel that costs two processes is not
 run again; hangs.txt in DIR has its program counters, where cuda-gdb is installed. The tool writes results.jsonl,
 table.txt and meta.json into DIR after every job, and tuning.json at the end. --merge puts tuning.json into
-pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed, or if a dry run did not reach a job.
 
 The stages of the engine (tools/gpu/engine.py), the most important first:
 

@@ -548,6 +548,13 @@ def test_a_dry_run_goes_through_the_interpreter_and_leaves_its_files(tmp_path) -
   assert json.loads((tmp_path / "meta.json").read_text())["device"] == "cpu"
 
 
+def test_a_dry_run_that_reaches_a_job_too_late_fails(tmp_path) -> None:
+  words = "--dry_run=interpret", "--minutes=0.0001", "--only=ceilings", "--match=ceiling copy"
+  done = run_module("tools.gpu", f"--out={tmp_path}", *words)
+  assert done.returncode == 1, done.stdout + done.stderr
+  assert "ceiling copy: out of time" in done.stderr
+
+
 def test_without_a_gpu_it_says_so(tmp_path) -> None:
   done = run_module("tools.gpu", f"--out={tmp_path}", "--only=ceilings")
   assert done.returncode == 2 and "did not" not in done.stdout
