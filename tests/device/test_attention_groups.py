@@ -23,7 +23,7 @@ MIXED = dataclasses.replace(TINY, num_layers=3, layer_attention=(_NARROW, _WIDE,
 GREEDY = SamplingParams(8, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize("attention", ["auto", "reference"])
+@pytest.mark.parametrize("attention", ["auto", pytest.param("reference", marks=pytest.mark.long)])
 def test_a_mixed_model_serves_what_it_computes(attention):
   """Prompts in chunks beside decodes, over pages of two shapes, against the same model without a cache."""
   model = random_params(MIXED, jnp.float32)

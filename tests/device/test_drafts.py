@@ -25,6 +25,8 @@ from tests.device.several_devices import serve_on_devices
 from tests.device.test_several_devices import SETTINGS, make_model
 from tests.device.tiny_model import TINY, make_runner, random_params
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 POISON = 50
 KERNELS = ("argmax", "sampling", "adjust")
 

@@ -24,6 +24,8 @@ from extensions.disaggregated.build import build_any
 from models.attention import dense_causal_attend
 from models.registry import config_from_hf
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 MODEL = config_from_hf(json.loads((DEMO / "config.json").read_text()))
 EMBED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embed=True)

@@ -22,6 +22,8 @@ from tests.fakes import FakeConstraint
 from tests.fakes import tokens_of as allowed_by
 from tools.soak_compiles import soak
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 

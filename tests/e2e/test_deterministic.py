@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 NATIVE = native.compiler() is not None
 # Attention, matmul, family (with a norm of queries and keys, or a window) and dtype.
 KERNELS = [
-  ("reference", "xla", "qwen3", "float32"),
+  pytest.param("reference", "xla", "qwen3", "float32", marks=pytest.mark.long if NATIVE else ()),
   pytest.param("reference", "xla", "mistral", "bfloat16", marks=pytest.mark.long),
   *([("cpu", "packed", "qwen3", "float32")] if NATIVE else []),
   *([pytest.param("cpu", "xla", "llama3", "float32", marks=pytest.mark.long)] if NATIVE else []),

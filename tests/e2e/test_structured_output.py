@@ -14,6 +14,8 @@ from server.text.tokenizer import Tokenizer
 from tests.server.harness import Served, endings_of, generate, running, text_of, token_ids_of
 from tests.server.text.test_constraint_compiler import COMPACT, PERSON, SCHEMAS, is_person
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="json name color")])
 

@@ -19,6 +19,8 @@ from extensions.python_api.outputs import RequestOutput
 from server.errors import EngineFailed
 from sluice import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
 SETTINGS: dict[str, Any] = {"token_budgets": [8, 32], "max_num_seqs": 8, "num_blocks": 128, "compile_cache_dir": ""}
 ONE_RUNG: dict[str, Any] = {**SETTINGS, "token_budgets": [8]}
 PROMPTS = ["2 + 3 =", "Once upon a time", "The cat", "12 + 30 =", "A", "One day, a girl named"]

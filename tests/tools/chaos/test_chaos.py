@@ -58,6 +58,7 @@ def test_cancels_in_every_state(rig):
   assert rows[0].ran >= 4
 
 
+@pytest.mark.long
 def test_batches_beside_kills(rig):
   assert_hold(batches.batches(rig, count=1))
 
@@ -108,6 +109,7 @@ def test_refusals(rig):
   assert "ms" in times.measured and times.ran == 4
 
 
+@pytest.mark.long
 def test_crowds(rig):
   assert_hold(crowds.concurrent(rig, count=40))
   assert_hold(crowds.preempted(rig, count=20))
