@@ -67,6 +67,22 @@ def positive_float(text: str) -> float:
   return value
 
 
+def positive_floats(text: str) -> tuple[float, ...]:
+  """Parses numbers above 0, separated by commas; raises the error that argparse prints."""
+  return tuple(positive_float(item) for item in text.split(","))
+
+
+def chances(text: str) -> tuple[float, ...]:
+  """Parses numbers from 0 to 1, separated by commas; raises the error that argparse prints."""
+  try:
+    found = tuple(map(float, text.split(",")))
+  except ValueError:
+    found = (-1.0,)
+  if not all(0 <= chance <= 1 for chance in found):
+    raise argparse.ArgumentTypeError(f"{text!r} must be numbers from 0 to 1 with commas")
+  return found
+
+
 def output_file(text: str) -> str:
   """Parses an empty text or a path in an existing folder, before anything is measured; raises argparse's error."""
   if text and not pathlib.Path(text).parent.is_dir():

@@ -18,12 +18,11 @@ import tempfile
 from typing import Any
 
 from engine.errors import EngineError
-from tools.arguments import CommandParser, positive_int, positive_ints
+from tools.arguments import CommandParser, chances, positive_int, positive_ints
 from tools.bench.speculation import measure, write_draft_shape
 from tools.bench.speculative_texts import measure_texts
 from tools.make_random_model import find_bench_model
 from tools.measure import commit, machine
-from tools.simulate.draft_loads import parse_chances
 
 DRAFTERS = ("oracle", "draft", "ngram", "grammar")
 _TITLES = ("drafter", "sequences", "acceptance", "rung", "tokens/s over none", "quartiles", "tokens a row and step")
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--shape", default="llama-125m", help="model of oracle and draft: a folder of models/shapes, or demo"
   )
-  parser.add_argument("--acceptances", type=parse_chances, default=(0.0, 0.7, 0.9), help="of oracle and draft")
+  parser.add_argument("--acceptances", type=chances, default=(0.0, 0.7, 0.9), help="of oracle and draft")
   parser.add_argument("--rows", type=positive_ints, default=(1, 8), help="sequences that decode together")
   parser.add_argument("--drafts", type=positive_int, default=3, help="most drafts of a row of oracle and draft")
   parser.add_argument("--tokens", type=positive_int, default=96, help="tokens of each sequence of oracle and draft")

@@ -9,7 +9,6 @@ without: output tokens a second (above 1 is better), and the 99th percentile of 
 better). A cell has both, as medians over rounds. --output=FILE also has the mean time per output token.
 """
 
-import argparse
 from collections.abc import Sequence
 import dataclasses
 import statistics
@@ -18,7 +17,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, chances, positive_floats, positive_int
 from tools.measure import commit, write_result
 from tools.report.latency import Objectives
 from tools.simulate.__main__ import add_arguments, arrivals_from, engine_config, fleet_from, settle_arguments
@@ -33,22 +32,6 @@ _REQUESTS = 200
 # Flags of tools.simulate that the sweep sets itself, or has no use for.
 _REFUSED = ("policies", "load", "rate", "rate_scale", "draft_acceptance", "draft_share", "draft_trace", "find_replicas")
 _REFUSED += ("report", "json")
-
-
-def parse_chances(text: str) -> tuple[float, ...]:
-  """Parses acceptances, separated by commas; raises the error that argparse prints."""
-  try:
-    chances = tuple(map(float, text.split(",")))
-  except ValueError:
-    chances = (-1.0,)
-  if not all(0 <= chance <= 1 for chance in chances):
-    raise argparse.ArgumentTypeError(f"{text!r} must be numbers from 0 to 1 with commas")
-  return chances
-
-
-def parse_loads(text: str) -> tuple[float, ...]:
-  """Parses loads, separated by commas; raises the error that argparse prints."""
-  return tuple(map(positive_float, text.split(",")))
 
 
 def measure_round(
@@ -72,10 +55,10 @@ def run_once(config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Seq
 
 def add_sweep_arguments(parser: CommandParser) -> None:
   """Adds the flags of the sweep."""
+  parser.add_argument("--acceptances", type=chances, default="0,0.1,0.3,0.7", help="chances that a draft is right")
   parser.add_argument(
-    "--acceptances", type=parse_chances, default="0,0.1,0.3,0.7", help="chances that a draft is right"
+    "--loads", type=positive_floats, default="0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", help="with commas"
   )
-  parser.add_argument("--loads", type=parse_loads, default="0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", help="with commas")
   parser.add_argument("--rounds", type=positive_int, default=5, help="rounds with arrivals and step times of their own")
 
 
