@@ -23,8 +23,10 @@ from extensions.multi_host.pulse import Beat, PulseThread
 from extensions.multi_host.step_codec import StepDecoder
 from server.host_options import ClusterSettings
 
-# Steps whose completion the loop does not wait for. The leader has read the values of older ones before it sends more.
+# Steps whose completion the loop does not wait for, if steps overlap. The leader has read the values of older ones
+# before it sends more.
 _STEPS_IN_FLIGHT = 2
+_POLL_S = 0.001  # without overlap the next step comes within this time after the one before it, or later than any poll
 
 
 class StartedStep(Protocol):
@@ -111,8 +113,12 @@ class Follower:
         raise HostLost(self._describe_fault(kind, body))
     self._pulse.limit_s = self._settings.host_timeout_s
 
-  def follow_leader(self, runner: StepRunner) -> None:
+  def follow_leader(self, runner: StepRunner, overlap: bool) -> None:
     """Executes steps until the leader has drained.
+
+    Args:
+      runner: this host's part of the model.
+      overlap: whether the leader launches a step while the one before it computes.
 
     Raises:
       HostLost: the leader is gone, or sent what no leader sends.
@@ -136,9 +142,11 @@ class Follower:
       self._begun_at = time.monotonic()
       self.num_steps += 1
       in_flight.append(runner.launch(batch))
-      if len(in_flight) > _STEPS_IN_FLIGHT:
-        in_flight.popleft().wait()
       decoder.prepare_repetition()
+      if len(in_flight) > (_STEPS_IN_FLIGHT if overlap else 0):
+        in_flight.popleft().wait()
+      if not overlap:
+        channel.poll_socket(_POLL_S)
 
   def request_stop(self) -> None:
     """Requests that the leader drains the cluster. Any thread."""

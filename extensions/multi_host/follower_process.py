@@ -34,7 +34,7 @@ from server.lifecycle.start_report import StartReport
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-  from engine.device.runner import ModelRunner
+  from engine.device.build import EngineSide
 
 _HTTP_CONNECTIONS = 64
 _MISDIRECTED = 421
@@ -63,7 +63,7 @@ async def follow(
   settings = flags.engine_setting_values()
   secret = read_secret(cluster.cluster_secret_file)
 
-  def build(process: FollowerProcess) -> "ModelRunner":
+  def build(process: FollowerProcess) -> "EngineSide":
     facts = collect_facts(pathlib.Path(program.model), place.num_hosts, settings)
     process.follower.join_cluster(facts)
     # Imported here because JAX takes seconds to import, and a host that is refused should fail at once.
@@ -75,7 +75,7 @@ async def follow(
     join_devices(place, cluster.host_start_timeout_s)
     num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
     built = BuildOptions(program.model, num_token_ids=num_token_ids, **settings)
-    return build_follower(built, process.follower, report.tell_progress, report.tell_fact).runner
+    return build_follower(built, process.follower, report.tell_progress, report.tell_fact)
 
   def write_port(port: int) -> None:
     if program.http_port_file and port >= 0:
@@ -97,7 +97,7 @@ class FollowerProcess:
     cluster: ClusterSettings,
     place: ClusterPlace,
     secret: bytes,
-    build: "Callable[[FollowerProcess], ModelRunner]",
+    build: "Callable[[FollowerProcess], EngineSide]",
     on_ready: Callable[[int], None],
     report: StartReport,
     say: Callable[[str], None],
@@ -105,7 +105,7 @@ class FollowerProcess:
     """Args:
     options: address and port of the health checks.
     cluster, place, secret: this host's.
-    build: joins the cluster and builds the runner, on a thread.
+    build: joins the cluster and builds this host's part, on a thread.
     on_ready: called with the HTTP port (-1: none) when the cluster serves.
     report, say: see `follow`.
     """
@@ -145,13 +145,13 @@ class FollowerProcess:
 
   def _follow(self) -> None:
     self._report.enter_stage(f"joining host 0 at {self._place.host}:{self._place.leader_port}")
-    runner = self._build(self)
+    side = self._build(self)
     self._report.end_report()
     self._loop.call_soon_threadsafe(self._become_ready)
     try:
-      self.follower.follow_leader(runner)
+      self.follower.follow_leader(side.runner, side.scheduler.config.overlap)
     finally:
-      self._num_compiles = runner.compiles_after_ready
+      self._num_compiles = side.runner.compiles_after_ready
 
   async def _listen(self) -> None:
     options, place = self._options, self._place

@@ -112,8 +112,9 @@ def run_follower(place: ClusterPlace, cluster: ClusterSettings, secret: bytes, o
   follower = Follower(place, cluster, secret, end, end)
   follower.join_cluster(collect_facts(pathlib.Path(options.model_dir), place.num_hosts, {}))
   join_devices(place, _START_S)
-  timed = TimedFollower(build_follower(options, follower, lambda *_: None).runner)
-  follower.follow_leader(timed)
+  side = build_follower(options, follower, lambda *_: None)
+  timed = TimedFollower(side.runner)
+  follower.follow_leader(timed, side.scheduler.config.overlap)
   print(json.dumps(timed.begun), flush=True)
   os._exit(0)
 

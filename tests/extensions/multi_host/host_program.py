@@ -77,7 +77,7 @@ def main(task: Task) -> None:
     follower.join_cluster(collect_facts(pathlib.Path(task.model), task.num_hosts, task.settings))
     join_devices(place, 120)
     side = build_follower(options, follower, lambda *_: None)
-    follower.follow_leader(side.runner)
+    follower.follow_leader(side.runner, side.scheduler.config.overlap)
     found = {"steps": follower.num_steps, "compiles": side.runner.compiles_after_ready}
     found["bytes_read"] = side.loaded.num_bytes_read
   else:

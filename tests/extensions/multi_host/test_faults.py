@@ -123,7 +123,7 @@ def test_a_changed_byte_ends_all(cluster: Cluster, connection: int):
 
     proxy.change = flip
     assert_told_and_ended(cluster, stream, others={0, 1})
-    assert "does not match its HMAC" in cluster.log(1) and "does not match its HMAC" in cluster.log(0)
+    assert "does not match its MAC" in cluster.log(1) and "does not match its MAC" in cluster.log(0)
 
 
 def test_a_follower_that_falls_behind_ends_all(cluster: Cluster):

@@ -81,7 +81,7 @@ def test_frames_of_the_other_direction_are_noticed():
   mine, theirs = socket.socketpair()
   with mine, theirs:
     mine.sendall(frame)
-    with pytest.raises(HostLost, match="HMAC"):
+    with pytest.raises(HostLost, match="its MAC"):
       FrameChannel(FakeTcp(theirs), *KEYS, "the other host").receive_frame()
 
 
