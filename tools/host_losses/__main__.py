@@ -72,8 +72,8 @@ async def _run(folder: pathlib.Path, faults: list[HostFault], rounds: int, seed:
   with Cluster(folder) as cluster, Proxy(cluster.port) as proxy:
     check = LossRounds(cluster, proxy, load, f"127.0.0.1:{port}", flags, seed)
     try:
-      await asyncio.to_thread(check.start_hosts)
-      report(f"two hosts serve after {check.first_start_s:.1f} s")
+      starts = await check.measure_starts()
+      report(f"two hosts serve after {', '.join(f'{each:.1f}' for each in starts)} s")
       await check.check_all(faults, rounds, report)
     except (ConfigError, AssertionError, OSError) as error:
       check.rows.append(Row("the run reaches its end", "it does", " ".join(str(error).split())[:300], False))

@@ -50,7 +50,9 @@ class InventedStreams:
     self.ends += [StreamEnd(each, "http", "why", ended, 0.1, 40) for each in self._verdicts]
 
 
-def lose(codes: tuple[int | None, int | None], streams: InventedStreams, fault: HostFault, host: int) -> _Rounds:
+def lose(
+  codes: tuple[int | None, int | None], streams: InventedStreams, fault: HostFault, host: int, restart_s: float = 4.0
+) -> _Rounds:
   cluster: Any = InventedCluster(codes)
   load: Any = streams
   proxy: Any = None
@@ -62,7 +64,8 @@ def lose(codes: tuple[int | None, int | None], streams: InventedStreams, fault: 
     return await_ends(*arguments)
 
   check._await_ends = end_all  # type: ignore[method-assign]
-  check.start_hosts = lambda: 4.0  # type: ignore[method-assign]
+  check.start_hosts = lambda: restart_s  # type: ignore[method-assign]
+  check._start_s = [4.0, 3.9, 3.8]
   asyncio.run(check._lose(fault, host, found))
   check.rows = check._judge(fault, 1, found)
   found.faults += [row.check for row in check.rows if not row.passed]
@@ -104,6 +107,11 @@ def test_losses_that_keep_the_rules_have_no_faults(fault: HostFault, host: int, 
 def test_each_breach_is_a_fault(streams: InventedStreams, codes: tuple[int | None, int], fault: str):
   faults = lose(codes, streams, HostFault.KILL, 1).faults
   assert any(each.startswith(fault) for each in faults), faults
+
+
+def test_a_restart_that_takes_longer_than_a_start_is_a_fault():
+  found = lose((1, -signal.SIGKILL), InventedStreams(Verdict.ERROR), HostFault.KILL, 1, restart_s=4.1)
+  assert found.faults == ["a restart takes what a start takes"]
 
 
 def test_bad_faults_are_refused(capsys):
