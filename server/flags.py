@@ -30,7 +30,7 @@ from engine.settings import (
 )
 from server.flag_spellings import translate_argument
 from server.generation.adapter_loader import parse_lora_modules
-from server.host_options import ClusterSettings, HostOptions
+from server.host_options import ClusterSettings, HostOptions, split_kv_address
 from server.http.model_output.call_formats import PARSERS
 from server.http.model_output.reasoning import REASONING_PARSERS
 from server.model_settings import ModelSettings
@@ -297,8 +297,9 @@ def _check_role(options: HostOptions, program: ProgramSettings) -> None:
       if role != of_role and flags.FLAGS[name].value != flags.FLAGS[name].default:
         raise ConfigError(f"{name} needs --role={of_role}, and role is {role}; leave out --{name}")
   if role == "both":
-    if options.transfer_secret_file:
-      raise ConfigError("transfer_secret_file needs --role=prefill or --role=decode; leave it out")
+    for name in ("transfer_secret_file", "kv_transport", "kv_transport_address"):
+      if flags.FLAGS[name].value != flags.FLAGS[name].default:
+        raise ConfigError(f"{name} needs --role=prefill or --role=decode; leave it out")
     return
   if not options.transfer_secret_file:
     raise ConfigError(f"role={role} needs a secret that its peers share; set --transfer_secret_file")
@@ -314,6 +315,7 @@ def _check_role(options: HostOptions, program: ProgramSettings) -> None:
     if is_excluded:
       value = value_text(flags.FLAGS[name].value)
       raise ConfigError(f"role={role} does not go with --{name}={value}; leave out one of them")
+  _check_kv_transport(options)
   if role == "decode" and not (options.prefill_servers or options.trust_prefill_header):
     raise ConfigError(
       "role=decode has no prefill server; set --prefill_servers=HOST:PORT, or --trust_prefill_header behind a router"
@@ -322,6 +324,24 @@ def _check_role(options: HostOptions, program: ProgramSettings) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
       raise ConfigError(f"prefill_servers={address!r:.80} is not HOST:PORT; write for example 10.0.0.7:50051")
+
+
+def _check_kv_transport(options: HostOptions) -> None:
+  """Raises ConfigError for an address that is none or has no use, and for TLS that pieces would not have."""
+  if options.kv_transport != "jax":
+    if options.kv_transport_address != flags.FLAGS["kv_transport_address"].default:
+      raise ConfigError(
+        f"kv_transport_address needs --kv_transport=jax, and it is {options.kv_transport}; leave it out"
+      )
+    return
+  _, port = split_kv_address(options.kv_transport_address)
+  if port == 65535 or (port and options.role == "decode"):
+    raise ConfigError(
+      f"kv_transport_address={options.kv_transport_address}: a prefill server also needs the next port, and a decode "
+      "server needs none; write port 0"
+    )
+  if options.transfer_ca_file:
+    raise ConfigError("kv_transport=jax has no TLS, so it does not go with --transfer_ca_file; leave out one of them")
 
 
 def _check_adapters(program: ProgramSettings) -> None:

@@ -1,6 +1,7 @@
 """Declares the settings of the network side. Does nothing else."""
 
 import dataclasses
+import ipaddress
 import re
 
 from engine.errors import ConfigError
@@ -13,6 +14,7 @@ _ADDRESS, _LIMITS, _SECURITY = "Addresses", "Limits of clients", "Security"
 _OBSERVE, _LIFE = "Observability", "Life of the server"
 _ROLE = "Prefill and decode servers"
 ROLES = ("both", "prefill", "decode")
+KV_TRANSPORTS = ("auto", "grpc", "jax")
 _DEVICES = "Devices and programs"
 
 
@@ -200,6 +202,20 @@ class HostOptions(SchemaSettings):
     "",
     "With --role=decode: PEM certificate authorities of the prefill servers, which then are called over TLS, with "
     "--tls_cert_file as the certificate of the client; empty: plain text.",
+    group=_ROLE,
+  )
+  kv_transport: str = setting(
+    "auto",
+    "With --role: how KV moves. auto: through shared memory on one machine, else over gRPC. grpc: over gRPC. jax: by "
+    "jax.experimental.transfer, on both servers. That is experimental: it has no TLS and no secret, and a wrong frame "
+    "at its port ends the process, so only the other servers may reach it.",
+    group=_ROLE,
+    choices=KV_TRANSPORTS,
+  )
+  kv_transport_address: str = setting(
+    "127.0.0.1:0",
+    "With --kv_transport=jax: IP:PORT of a prefill server, as its peers reach it; the next port carries the data. Port "
+    "0: any two. Of a decode server: the IP address from which it pulls, with port 0.",
     group=_ROLE,
   )
   trust_prefill_header: bool = setting(
@@ -395,3 +411,18 @@ def split_address(address: str) -> tuple[str, int]:
       f"coordinator_address={address:.200} must be HOST:PORT with a port from 1 to 65534; set --coordinator_address"
     )
   return host, int(port)
+
+
+def split_kv_address(address: str) -> tuple[str, int]:
+  """Returns the host, as in a URL, and the port of --kv_transport_address. Raises ConfigError."""
+  host, _, port = address.rpartition(":")
+  try:
+    ip = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+  except ValueError:
+    ip = None
+  if ip is None or ip.is_unspecified or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    raise ConfigError(
+      f"kv_transport_address={address!r:.80} is not IP:PORT with an address of this machine that its peers reach; "
+      "write for example 10.0.0.7:7000, or port 0 for any"
+    )
+  return f"[{ip}]" if ip.version == 6 else str(ip), int(port)

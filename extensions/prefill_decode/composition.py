@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 import os
 import pathlib
+import socket
 import stat
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from extensions.vllm_api.composition import VllmComposition
 from server.generation.adapter_loader import AdapterLoader
 from server.generation.engine_client import LocalEngine
 from server.generation.serving_state import ServingState
-from server.host_options import HostOptions
+from server.host_options import HostOptions, split_kv_address
 from server.rpc.sluice_service import SluiceService
 from server.telemetry.process_counts import Census
 
@@ -53,6 +54,8 @@ class RoleComposition(VllmComposition):
 
     self._options, self._counts = options, TransferCounts()
     self._secret = read_secret(options.transfer_secret_file)
+    if options.kv_transport == "jax":
+      check_kv_address(options.kv_transport_address)
     if options.role == "decode":
       return names
     from extensions.prefill_decode.prefill_service import TRANSFER_SERVICE, TransferService
@@ -64,14 +67,24 @@ class RoleComposition(VllmComposition):
     """Chooses the class of the engine, on the thread that loads JAX anyway."""
     if self._options is None:
       return
-    if self._options.role == "prefill":
-      from extensions.prefill_decode.prefill_engine import PrefillEngine
+    self.engine_class: type[Engine]
+    match self._options.role, self._options.kv_transport == "jax":
+      case "prefill", True:
+        from extensions.prefill_decode.piece_offers import OfferingEngine
 
-      self.engine_class: type[Engine] = PrefillEngine
-    else:
-      from extensions.prefill_decode.decode_engine import DecodeEngine
+        self.engine_class = OfferingEngine
+      case "prefill", False:
+        from extensions.prefill_decode.prefill_engine import PrefillEngine
 
-      self.engine_class = DecodeEngine
+        self.engine_class = PrefillEngine
+      case _, True:
+        from extensions.prefill_decode.piece_pulls import PullingEngine
+
+        self.engine_class = PullingEngine
+      case _:
+        from extensions.prefill_decode.decode_engine import DecodeEngine
+
+        self.engine_class = DecodeEngine
 
   def make_client(
     self, engine: Engine, compiles_after_ready: Callable[[], int], adapter_loader: AdapterLoader
@@ -82,7 +95,7 @@ class RoleComposition(VllmComposition):
     if options.role == "prefill":
       from extensions.prefill_decode.prefill_service import PrefillClient
 
-      return PrefillClient(engine, compiles_after_ready, adapter_loader)
+      return PrefillClient(engine, compiles_after_ready, adapter_loader, options)
     from extensions.prefill_decode.decode_client import DecodeClient
 
     credentials = _make_credentials(options)
@@ -114,6 +127,21 @@ def read_secret(path: str) -> str:
       f"{_SECRET_CHARS.start} to {_SECRET_CHARS.stop - 1}, for example with: openssl rand -hex 24"
     )
   return secret
+
+
+def check_kv_address(address: str) -> None:
+  """Raises ConfigError if one of the two ports is not free. JAX would share a port that another process has."""
+  host, first = split_kv_address(address)
+  for port in (first, first + 1) if first else (0,):
+    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET) as probe:
+      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      try:
+        probe.bind((host.strip("[]"), port))
+      except OSError as error:
+        raise ConfigError(
+          f"kv_transport_address={address}: port {port} cannot be bound: {error.strerror}; choose an address of this "
+          "machine and a port that is free, as is the next one"
+        ) from None
 
 
 def _make_credentials(options: HostOptions) -> grpc.ChannelCredentials | None:

@@ -19,6 +19,8 @@ from engine.errors import Unavailable
 from engine.request import FinishReason, Request
 from engine.validation import validate_request
 from extensions.prefill_decode.decode_engine import DecodeEngine
+from extensions.prefill_decode.identity import add_transport
+from extensions.prefill_decode.piece_pulls import PiecePuller, PullingEngine
 from extensions.prefill_decode.prefill_peer import Offer, PeerFailed, PrefillPeer
 from extensions.prefill_decode.prefix_holds import PrefixHold
 from extensions.prefill_decode.transfer_counts import Recompute, TransferCounts
@@ -68,10 +70,15 @@ class DecodeClient(LocalEngine):
     secret: of all servers.
     credentials: for TLS to prefill servers; None: plain text.
     counts: counts transfers.
+
+    Raises:
+      ConfigError: JAX's transfer server is wanted and cannot start.
     """
     super().__init__(engine, compiles_after_ready, adapter_loader)
     assert isinstance(engine, DecodeEngine), "the composition chooses both"
     self.engine = engine
+    if isinstance(engine, PullingEngine):
+      engine.transfers.start_receiver(options.kv_transport_address)
     self._options, self._secret, self._credentials, self._counts = options, secret, credentials, counts
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="pull")
     self._peers = {address: self._make_peer(address) for address in options.prefill_servers}
@@ -81,7 +88,19 @@ class DecodeClient(LocalEngine):
     self._logged_at = 0.0
 
   def _make_peer(self, address: str) -> PrefillPeer:
-    return PrefillPeer(address, self._secret, self.engine.identity, self.engine.layout, self._credentials, self._thread)
+    engine, puller = self.engine, None
+    if isinstance(engine, PullingEngine):
+      puller = PiecePuller(engine.transfers, address, self._thread, self._counts)
+    return PrefillPeer(
+      address,
+      self._secret,
+      add_transport(engine.identity, self._options.kv_transport),
+      engine.layout,
+      self._credentials,
+      self._thread,
+      puller,
+      may_share_memory=self._options.kv_transport != "grpc",
+    )
 
   # The interface of LocalEngine.
 
@@ -212,23 +231,23 @@ class DecodeClient(LocalEngine):
         raise PeerFailed(Recompute.NO_CAPACITY, f"{hold} blocks are not free")
       return request.num_prompt_tokens  # all but a few tokens are cached here
     offer = await peer.request_prefix(request, len(hold.blocks), hold.num_cached, block_size)
+    number = 0
     try:
       started = time.monotonic()
-      number = 0
       async for piece in peer.pull_pieces(offer):
         if not await asyncio.wrap_future(self.engine.write_piece(hold, number, piece)):
           raise PeerFailed(Recompute.NO_CAPACITY, "running requests needed the blocks")
         number += 1
-        self._counts.num_pieces += 1
+        self._counts.num_pieces[offer.transport] += 1
         self._counts.num_bytes += self.engine.layout.num_bytes
       self._counts.num_fetched += 1
       self._counts.seconds += time.monotonic() - started
     finally:
-      self._end_lease(peer, offer)
+      self._end_lease(peer, offer, number)
     return max(hold.num_cached * block_size, offer.num_cached_tokens)
 
-  def _end_lease(self, peer: PrefillPeer, offer: Offer) -> None:
-    task = asyncio.ensure_future(peer.release(offer))
+  def _end_lease(self, peer: PrefillPeer, offer: Offer, num_taken: int) -> None:
+    task = asyncio.ensure_future(peer.release(offer, num_taken))
     self._releases.add(task)
     task.add_done_callback(self._releases.discard)
 

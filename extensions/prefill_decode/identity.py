@@ -37,6 +37,11 @@ def describe_identity(runner: ModelRunner) -> str:
   return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
+def add_transport(identity: str, kv_transport: str) -> str:
+  """Returns an identity with what both servers must have alike of --kv_transport."""
+  return f"{identity} jax_transport={'yes' if kv_transport == 'jax' else 'no'}"
+
+
 def describe_difference(ours: str, theirs: str) -> str:
   """Returns the first value in which two identities differ, or "" if they are equal."""
   if ours == theirs:

@@ -15,11 +15,13 @@ import xxhash
 
 from engine.device.block_transfer import Piece, copy_bytes
 from engine.request import Request
+from extensions.prefill_decode.jax_transport import SenderAddress
+from extensions.prefill_decode.piece_pulls import PiecePuller, PullFailed
 from extensions.prefill_decode.pieces import CorruptPiece, PeerMemory, PieceLayout, check_digest, machine_id
 from extensions.prefill_decode.prefill_service import SECRET_KEY
 from extensions.prefill_decode.proto import transfer_pb2 as pb
 from extensions.prefill_decode.proto import transfer_pb2_grpc as pb_grpc
-from extensions.prefill_decode.transfer_counts import Recompute
+from extensions.prefill_decode.transfer_counts import Recompute, Transport
 
 # A peer that does not answer a health check for this long is left, although its connection stands: it may be stopped.
 _SILENCE_S = 2.0
@@ -46,12 +48,28 @@ class PeerFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-  """A peer's lease of a prefix. Attributes: see PrefillResponse; `memory` is None for a peer on another machine."""
+  """A peer's lease of a prefix.
+
+  Attributes:
+    lease_id, pieces, num_cached_tokens: see PrefillResponse.
+    ends_at: when the lease ends, in time.monotonic().
+    memory: None for a peer on another machine.
+    sender: where the pieces are offered, if they are.
+  """
 
   lease_id: str
   pieces: Sequence[pb.Piece]
   num_cached_tokens: int
+  ends_at: float
   memory: PeerMemory | None
+  sender: SenderAddress | None
+
+  @property
+  def transport(self) -> Transport:
+    """How its pieces come."""
+    if self.sender is not None:
+      return Transport.JAX
+    return Transport.GRPC if self.memory is None else Transport.SHARED_MEMORY
 
 
 class PrefillPeer:
@@ -70,6 +88,8 @@ class PrefillPeer:
     layout: PieceLayout,
     credentials: grpc.ChannelCredentials | None,
     thread: concurrent.futures.Executor,
+    puller: PiecePuller | None,
+    may_share_memory: bool,
   ):
     """Args:
     address: HOST:PORT.
@@ -78,12 +98,15 @@ class PrefillPeer:
     layout: of a piece.
     credentials: for TLS; None: plain text.
     thread: copies and checks pieces.
+    puller: of this peer, with --kv_transport=jax.
+    may_share_memory: whether pieces may come through shared memory.
     """
     self.address = address
     self.num_waiting = 0
     self._metadata = ((SECRET_KEY, secret),)
     self._identity, self._layout, self._thread = identity, layout, thread
-    self._machine = machine_id()
+    self._puller = puller
+    self._machine = machine_id() if may_share_memory else ""
     options = (
       ("grpc.max_send_message_length", 16 << 20),
       ("grpc.initial_reconnect_backoff_ms", 200),
@@ -123,6 +146,7 @@ class PrefillPeer:
       cache_salt=request.cache_salt,
       priority=request.priority,
       machine=self._machine,
+      offers=self._puller is not None and not self._puller.is_given_up,
     )
     self.num_waiting += 1
     try:
@@ -130,7 +154,14 @@ class PrefillPeer:
     finally:
       self.num_waiting -= 1
     memory = self._open_memory(response.shared_memory) if response.HasField("shared_memory") else None
-    return Offer(response.lease_id, response.pieces, response.num_cached_tokens, memory)
+    return Offer(
+      response.lease_id,
+      response.pieces,
+      response.num_cached_tokens,
+      time.monotonic() + response.lease_s,
+      memory,
+      SenderAddress(response.transfer_address, response.data_address) if response.transfer_address else None,
+    )
 
   async def pull_pieces(self, offer: Offer) -> AsyncIterator[Piece]:
     """Yields the pieces of an offer in order, each on the device and with the right digest.
@@ -141,21 +172,29 @@ class PrefillPeer:
     loop = asyncio.get_running_loop()
     for number, piece in enumerate(offer.pieces):
       try:
-        if offer.memory is not None:
+        if self._puller is not None and offer.sender is not None:
+          if time.monotonic() > offer.ends_at:
+            raise PeerFailed(Recompute.LATE, "the lease ended before its pieces were taken")
+          yield await self._watched(self._puller.pull_piece(offer.sender, piece.uuid, piece.digest))
+        elif offer.memory is not None:
           yield await loop.run_in_executor(self._thread, self._read_shared, offer.memory, piece)
         else:
           data = await self._watched(self._read_remote(offer, number))
           yield await loop.run_in_executor(self._thread, self._check_remote, data, piece)
       except CorruptPiece as error:
         raise PeerFailed(Recompute.CORRUPT, str(error)) from None
+      except PullFailed as error:
+        raise PeerFailed(Recompute.LATE if error.is_late else Recompute.UNREACHABLE, str(error)) from None
 
-  def release(self, offer: Offer) -> Awaitable[object]:
-    """Ends a lease. The peer would end it by itself, so errors do not matter."""
+  def release(self, offer: Offer, num_taken: int) -> Awaitable[object]:
+    """Ends a lease, of which `num_taken` pieces came. The peer would end it by itself, so errors do not matter."""
 
     async def call() -> None:
       with contextlib.suppress(grpc.aio.AioRpcError):
         await self._stub.Release(
-          pb.ReleaseRequest(lease_id=offer.lease_id), metadata=self._metadata, timeout=_SILENCE_S
+          pb.ReleaseRequest(lease_id=offer.lease_id, num_taken=num_taken),
+          metadata=self._metadata,
+          timeout=_SILENCE_S,
         )
 
     return call()

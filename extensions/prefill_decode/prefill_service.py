@@ -20,7 +20,8 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest, Overloaded
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from extensions.prefill_decode.identity import describe_difference
+from extensions.prefill_decode.identity import add_transport, describe_difference
+from extensions.prefill_decode.piece_offers import ROUNDING_S, OfferingEngine, PieceOffers
 from extensions.prefill_decode.pieces import PieceMemory, machine_id
 from extensions.prefill_decode.prefill_engine import PrefillEngine
 from extensions.prefill_decode.proto import transfer_pb2 as pb
@@ -40,12 +41,26 @@ _CHUNK_BYTES = 1 << 20
 
 
 class PrefillClient(LocalEngine):
-  """The engine of a prefill server for its front end, which takes no requests but the transfer service's."""
+  """The engine of a prefill server for its front end, which takes no requests but the transfer service's.
 
-  def __init__(self, engine: Engine, compiles_after_ready: Callable[[], int], adapter_loader: AdapterLoader | None):
+  Attributes:
+    offers: pieces that peers may pull, with --kv_transport=jax.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    compiles_after_ready: Callable[[], int],
+    adapter_loader: AdapterLoader | None,
+    options: HostOptions,
+  ):
+    """Starts JAX's transfer server, if it is wanted. Raises ConfigError if that is impossible."""
     super().__init__(engine, compiles_after_ready, adapter_loader)
     assert isinstance(engine, PrefillEngine), "the composition chooses both"
     self.engine = engine
+    self.offers: PieceOffers | None = None
+    if isinstance(engine, OfferingEngine):
+      self.offers = PieceOffers(engine.transfers, options.kv_transport_address, options.lease_timeout_s)
 
   async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
     if not self.engine.is_export(name):
@@ -59,10 +74,14 @@ class PrefillClient(LocalEngine):
     return ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Lease:
+  """Slots of memory, and the timer that frees them. Released offers last until then all the same."""
+
   slots: list[int]
   expiry: asyncio.TimerHandle
+  is_offered: bool
+  is_released: bool = False
 
 
 class TransferService(pb_grpc.TransferServiceServicer):
@@ -95,7 +114,8 @@ class TransferService(pb_grpc.TransferServiceServicer):
       client = backend.engine
       assert isinstance(client, PrefillClient), "the composition registers this service for it alone"
       engine = client.engine
-      difference = describe_difference(engine.identity, request.identity)
+      own = add_transport(engine.identity, self._options.kv_transport)
+      difference = describe_difference(own, request.identity)
       if difference:
         raise NotConfigured(
           f"the servers cannot exchange KV: {difference}; start both with the same model and settings"
@@ -107,9 +127,11 @@ class TransferService(pb_grpc.TransferServiceServicer):
       except Overloaded:
         self._counts.num_refused += 1
         raise
+      offers = client.offers if request.offers else None
+      loop = asyncio.get_running_loop()
       name = f"kv-{secrets.token_hex(16)}"
       pieces = engine.expect_export(name, first, stop)
-      copy: asyncio.Future[list[int]] | None = None
+      copy: asyncio.Future[list[pb.Piece]] | None = None
       try:
         call = GenerationCall(
           request_id=name,
@@ -129,18 +151,21 @@ class TransferService(pb_grpc.TransferServiceServicer):
           await generation.wait_ended()
         finally:
           backend.generations.close_generation(generation)
-        loop = asyncio.get_running_loop()
-        copy = loop.run_in_executor(self._thread, self._copy_pieces, engine, memory, pieces.result(), slots)
-        digests = await asyncio.shield(copy)
+        if offers is not None:  # the slots only count the device's memory
+          copy = loop.run_in_executor(self._thread, offers.offer_pieces, pieces.result())
+        else:
+          copy = loop.run_in_executor(self._thread, self._copy_pieces, engine, memory, pieces.result(), slots)
+        leased = await asyncio.shield(copy)
       except BaseException:
-        if copy is None or copy.done():
+        if copy is None:
           memory.give_back(slots)
-        else:  # the thread still writes to them
-          copy.add_done_callback(lambda _: memory.give_back(slots))
+        else:  # the thread may still write to them, and offers stay
+          held_s = 0.0 if offers is None else self._options.lease_timeout_s + ROUNDING_S
+          copy.add_done_callback(lambda _: loop.call_later(held_s, memory.give_back, slots))
         raise
       finally:
         engine.forget_export(name)
-    response = self._make_offer(request, memory, slots, digests)
+    response = self._make_offer(request, memory, slots, leased, offers)
     response.num_cached_tokens = generation.outputs[0].num_cached_tokens
     return response
 
@@ -155,7 +180,12 @@ class TransferService(pb_grpc.TransferServiceServicer):
 
   async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
     self._check_secret()
-    self._end_lease(request.lease_id)
+    lease = self._leases.get(request.lease_id)
+    if lease is None or not lease.is_offered or request.num_taken >= len(lease.slots):
+      self._end_lease(request.lease_id)
+    else:  # nothing withdraws the other offers
+      lease.is_released = True
+      self._free_slots(lease, max(0, request.num_taken))
     return pb.ReleaseResponse()
 
   def _check_secret(self) -> None:
@@ -172,37 +202,52 @@ class TransferService(pb_grpc.TransferServiceServicer):
 
   def _copy_pieces(
     self, engine: PrefillEngine, memory: PieceMemory, pieces: list[Piece], slots: Sequence[int]
-  ) -> list[int]:
-    """Copies pieces into slots, and returns their digests. Runs on the thread."""
-    return [engine.layout.to_bytes(piece, memory.slot(slot)) for piece, slot in zip(pieces, slots, strict=True)]
+  ) -> list[pb.Piece]:
+    """Copies pieces into slots, and returns their digests and places. Runs on the thread."""
+    return [
+      pb.Piece(digest=engine.layout.to_bytes(piece, memory.slot(slot)), offset=memory.offset(slot))
+      for piece, slot in zip(pieces, slots, strict=True)
+    ]
 
   def _make_offer(
-    self, request: pb.PrefillRequest, memory: PieceMemory, slots: list[int], digests: list[int]
+    self,
+    request: pb.PrefillRequest,
+    memory: PieceMemory,
+    slots: list[int],
+    pieces: list[pb.Piece],
+    offers: PieceOffers | None,
   ) -> pb.PrefillResponse:
     lease_id, lease_s = secrets.token_hex(16), self._options.lease_timeout_s
-    expiry = asyncio.get_running_loop().call_later(lease_s, self._expire_lease, lease_id)
-    self._leases[lease_id] = _Lease(slots, expiry)
+    held_s = lease_s if offers is None else lease_s + ROUNDING_S
+    expiry = asyncio.get_running_loop().call_later(held_s, self._expire_lease, lease_id)
+    self._leases[lease_id] = _Lease(slots, expiry, offers is not None)
     self._counts.num_leases += 1
     self._counts.num_leased_pieces += len(slots)
-    response = pb.PrefillResponse(lease_id=lease_id, lease_s=lease_s)
-    for slot, digest in zip(slots, digests, strict=True):
-      response.pieces.add(digest=digest, offset=memory.offset(slot))
-    if request.machine == self._machine:
+    response = pb.PrefillResponse(lease_id=lease_id, lease_s=lease_s, pieces=pieces)
+    if offers is not None:
+      response.transfer_address, response.data_address = offers.address
+    elif request.machine == self._machine and self._options.kv_transport != "grpc":
       response.shared_memory.CopyFrom(
         pb.SharedMemory(pid=os.getpid(), fd=memory.fd, nonce=memory.nonce, size=memory.size)
       )
     return response
 
   def _expire_lease(self, lease_id: str) -> None:
-    self._counts.num_expired += 1
+    self._counts.num_expired += not self._leases[lease_id].is_released
     self._end_lease(lease_id)
 
   def _end_lease(self, lease_id: str) -> None:
     lease = self._leases.pop(lease_id, None)
-    if lease is not None and self._memory is not None:
+    if lease is not None:
       lease.expiry.cancel()
-      self._counts.num_leased_pieces -= len(lease.slots)
-      self._memory.give_back(lease.slots)
+      self._free_slots(lease, len(lease.slots))
+
+  def _free_slots(self, lease: _Lease, count: int) -> None:
+    """Frees the first `count` slots of a lease."""
+    assert self._memory is not None, "a lease has slots of it"
+    self._counts.num_leased_pieces -= count
+    self._memory.give_back(lease.slots[:count])
+    del lease.slots[:count]
 
 
 def _check_blocks(request: pb.PrefillRequest, block_size: int) -> tuple[int, int]:

@@ -20,23 +20,33 @@ class Recompute(enum.StrEnum):
   ERROR = "error"  # anything else; the log has it
 
 
+class Transport(enum.StrEnum):
+  """How a piece came."""
+
+  SHARED_MEMORY = "shared_memory"
+  GRPC = "grpc"
+  JAX = "jax"
+
+
 @dataclasses.dataclass
 class TransferCounts:
   """Counters since the start. Belongs to the event loop.
 
   Attributes:
     num_fetched: prompts whose prefix came from another server.
-    num_pieces, num_bytes, seconds: pieces that arrived, their bytes, and the time from the peer's offer to the last
-      piece in the pool.
+    num_pieces: pieces that arrived, by transport.
+    num_bytes, seconds: their bytes, and the time from the peer's offer to the last piece in the pool.
+    num_hung: pulls over JAX's transfer server that did not end in time.
     recomputed: prompts computed here after all, by reason.
     num_leases, num_expired, num_refused: leases given; those that nobody released; prompts refused for want of memory.
     num_leased_pieces: pieces that leases hold now.
   """
 
   num_fetched: int = 0
-  num_pieces: int = 0
+  num_pieces: dict[Transport, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Transport, 0))
   num_bytes: int = 0
   seconds: float = 0.0
+  num_hung: int = 0
   recomputed: dict[Recompute, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Recompute, 0))
   num_leases: int = 0
   num_expired: int = 0
@@ -47,11 +57,15 @@ class TransferCounts:
     """Yields the metrics of both roles."""
     counter = CounterMetricFamily
     yield counter("sluice_transfer_prompts", "Prompts whose KV a prefill server computed.", self.num_fetched)
-    yield counter("sluice_transfer_pieces", "Pieces of KV blocks that arrived intact.", self.num_pieces)
+    pieces = counter("sluice_transfer_pieces", "Pieces of KV blocks that arrived intact.", labels=["transport"])
+    for transport, count in self.num_pieces.items():
+      pieces.add_metric([transport.value], count)
+    yield pieces
     yield counter("sluice_transfer_bytes", "Bytes of these pieces.", self.num_bytes)
     yield counter(
       "sluice_transfer_seconds", "Time from a prefill server's offer to its last piece in the pool.", self.seconds
     )
+    yield counter("sluice_transfer_hung_pulls", "Pulls of --kv_transport=jax that did not end in time.", self.num_hung)
     recomputed = counter(
       "sluice_transfer_recomputed", "Prompts that a decode server computed itself after all.", labels=["reason"]
     )

@@ -6,7 +6,7 @@
 Parts (--parts):
 
   rates    GB/s from a lease to verified arrays on the device: through shared memory, over gRPC, and by
-           `jax.experimental.transfer`, which no role of the server uses (docs/decisions/host-and-overlap.md)
+           `jax.experimental.transfer` (--kv_transport=jax; docs/decisions/host-and-overlap.md)
   faults   what JAX's transfer server does when a puller stops, when the other side stops within a pull, when a pull
            names nothing, and when four zero bytes arrive; run it again with a new JAX
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.extensions/prefill_decode/proto/transfer.proto\x12\x12sluice.transfer.v1\"\x95\x01\n\x0ePrefillRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\x05\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0f\n\x07machine\x18\x07 \x01(\t\"D\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x03\"\'\n\x05Piece\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"\xb3\x01\n\x0fPrefillResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12)\n\x06pieces\x18\x03 \x03(\x0b\x32\x19.sluice.transfer.v1.Piece\x12\x37\n\rshared_memory\x18\x04 \x01(\x0b\x32 .sluice.transfer.v1.SharedMemory\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\x05\"4\n\x10ReadPieceRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x05\"!\n\x11ReadPieceResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse2\x95\x02\n\x0fTransferService\x12R\n\x07Prefill\x12\".sluice.transfer.v1.PrefillRequest\x1a#.sluice.transfer.v1.PrefillResponse\x12Z\n\tReadPiece\x12$.sluice.transfer.v1.ReadPieceRequest\x1a%.sluice.transfer.v1.ReadPieceResponse0\x01\x12R\n\x07Release\x12\".sluice.transfer.v1.ReleaseRequest\x1a#.sluice.transfer.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.extensions/prefill_decode/proto/transfer.proto\x12\x12sluice.transfer.v1\"\xa5\x01\n\x0ePrefillRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\x05\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0f\n\x07machine\x18\x07 \x01(\t\x12\x0e\n\x06offers\x18\x08 \x01(\x08\"D\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x03\"5\n\x05Piece\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04uuid\x18\x03 \x01(\x04\"\xe3\x01\n\x0fPrefillResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12)\n\x06pieces\x18\x03 \x03(\x0b\x32\x19.sluice.transfer.v1.Piece\x12\x37\n\rshared_memory\x18\x04 \x01(\x0b\x32 .sluice.transfer.v1.SharedMemory\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\x05\x12\x18\n\x10transfer_address\x18\x06 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x07 \x01(\t\"4\n\x10ReadPieceRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x05\"!\n\x11ReadPieceResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"5\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tnum_taken\x18\x02 \x01(\x05\"\x11\n\x0fReleaseResponse2\x95\x02\n\x0fTransferService\x12R\n\x07Prefill\x12\".sluice.transfer.v1.PrefillRequest\x1a#.sluice.transfer.v1.PrefillResponse\x12Z\n\tReadPiece\x12$.sluice.transfer.v1.ReadPieceRequest\x1a%.sluice.transfer.v1.ReadPieceResponse0\x01\x12R\n\x07Release\x12\".sluice.transfer.v1.ReleaseRequest\x1a#.sluice.transfer.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,21 +32,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'extensions.prefill_decode.p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=71
-  _globals['_PREFILLREQUEST']._serialized_end=220
-  _globals['_SHAREDMEMORY']._serialized_start=222
-  _globals['_SHAREDMEMORY']._serialized_end=290
-  _globals['_PIECE']._serialized_start=292
-  _globals['_PIECE']._serialized_end=331
-  _globals['_PREFILLRESPONSE']._serialized_start=334
-  _globals['_PREFILLRESPONSE']._serialized_end=513
-  _globals['_READPIECEREQUEST']._serialized_start=515
-  _globals['_READPIECEREQUEST']._serialized_end=567
-  _globals['_READPIECERESPONSE']._serialized_start=569
-  _globals['_READPIECERESPONSE']._serialized_end=602
-  _globals['_RELEASEREQUEST']._serialized_start=604
-  _globals['_RELEASEREQUEST']._serialized_end=638
-  _globals['_RELEASERESPONSE']._serialized_start=640
-  _globals['_RELEASERESPONSE']._serialized_end=657
-  _globals['_TRANSFERSERVICE']._serialized_start=660
-  _globals['_TRANSFERSERVICE']._serialized_end=937
+  _globals['_PREFILLREQUEST']._serialized_end=236
+  _globals['_SHAREDMEMORY']._serialized_start=238
+  _globals['_SHAREDMEMORY']._serialized_end=306
+  _globals['_PIECE']._serialized_start=308
+  _globals['_PIECE']._serialized_end=361
+  _globals['_PREFILLRESPONSE']._serialized_start=364
+  _globals['_PREFILLRESPONSE']._serialized_end=591
+  _globals['_READPIECEREQUEST']._serialized_start=593
+  _globals['_READPIECEREQUEST']._serialized_end=645
+  _globals['_READPIECERESPONSE']._serialized_start=647
+  _globals['_READPIECERESPONSE']._serialized_end=680
+  _globals['_RELEASEREQUEST']._serialized_start=682
+  _globals['_RELEASEREQUEST']._serialized_end=735
+  _globals['_RELEASERESPONSE']._serialized_start=737
+  _globals['_RELEASERESPONSE']._serialized_end=754
+  _globals['_TRANSFERSERVICE']._serialized_start=757
+  _globals['_TRANSFERSERVICE']._serialized_end=1034
 # @@protoc_insertion_point(module_scope)

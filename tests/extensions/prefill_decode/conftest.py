@@ -57,12 +57,13 @@ class Server:
     return self._log.read_text()
 
   def counts(self) -> dict[str, int]:
-    """The transfer's metrics, without zeros: their name's end or their reason, and their value."""
+    """The transfer's metrics, without zeros: their name's end, reason or transport, and their value."""
     url = f"http://127.0.0.1:{self._http_file.read_text().strip()}/metrics"
     with urllib.request.urlopen(url, timeout=60) as response:
       text = response.read().decode()
-    found = re.findall(r'^sluice_transfer_(\w+?)(?:_total)?(?:\{reason="(\w+)"\})? (\S+)$', text, re.MULTILINE)
-    return {reason or name: round(float(value)) for name, reason, value in found if round(float(value))}
+    line = r'^sluice_transfer_(\w+?)(?:_total)?(?:\{(?:reason|transport)="(\w+)"\})? (\S+)$'
+    found = re.findall(line, text, re.MULTILINE)
+    return {label or name: round(float(value)) for name, label, value in found if round(float(value))}
 
   def wait_for(self, name: str, least: int) -> None:
     """Returns once a count is at least `least`."""

@@ -4,13 +4,18 @@ FAULT=corrupt flips one bit of each leased piece after its digest, in shared mem
 if it were on another machine; `remote-corrupt` does both; `unsteady` flips the bit in every second piece by chance, and
 begins up to 0.4 s late; `remote-unsteady` is both; `short` sends half a piece; `slow` begins after 60 s;
 `expired` ends each lease at once; `mismatch` has other weights. A decode server with `keep` never releases a lease.
+With --kv_transport=jax, `flipped` flips one bit of each offered piece after its digest, `lost` never offers it, and
+`jax-unsteady` flips the bit in every second piece by chance, and begins up to 0.4 s late.
 """
 
 import asyncio
 import os
 import random
 
-from extensions.prefill_decode import prefill_engine, prefill_peer, prefill_service
+import jax
+import numpy as np
+
+from extensions.prefill_decode import piece_offers, prefill_engine, prefill_peer, prefill_service
 from extensions.prefill_decode.pieces import PieceLayout
 from server import main
 
@@ -28,9 +33,37 @@ def corrupt_pieces() -> None:
   PieceLayout.to_bytes = flip
 
 
+def fault_offers(flips: float, losses: float) -> None:
+  """Flips a bit of some offers, and leaves others out, by chance."""
+  chance = random.Random(6)
+  offer = piece_offers.PieceOffers._offer_piece
+
+  def offer_some(self, uuid, piece):
+    if chance.random() < losses:
+      return
+    if chance.random() < flips:
+      leaf = np.array(piece[-1])
+      leaf.reshape(-1).view(np.uint8)[chance.randrange(leaf.nbytes)] ^= 1 << chance.randrange(8)
+      piece = (*piece[:-1], jax.device_put(leaf, piece[-1].sharding))
+    offer(self, uuid, piece)
+
+  piece_offers.PieceOffers._offer_piece = offer_some
+
+
+def begin_late() -> None:
+  chance = random.Random(7)
+  prefill = prefill_service.TransferService.Prefill
+
+  async def prefill_late(self, request, context):
+    await asyncio.sleep(chance.uniform(0.0, 0.4))
+    return await prefill(self, request, context)
+
+  prefill_service.TransferService.Prefill = prefill_late
+
+
 def be_unsteady() -> None:
   chance = random.Random(5)
-  to_bytes, prefill = PieceLayout.to_bytes, prefill_service.TransferService.Prefill
+  to_bytes = PieceLayout.to_bytes
 
   def flip_some(self, piece, target):
     digest = to_bytes(self, piece, target)
@@ -38,11 +71,7 @@ def be_unsteady() -> None:
       target[chance.randrange(len(target))] ^= 1 << chance.randrange(8)
     return digest
 
-  async def begin_late(self, request, context):
-    await asyncio.sleep(chance.uniform(0.0, 0.4))
-    return await prefill(self, request, context)
-
-  PieceLayout.to_bytes, prefill_service.TransferService.Prefill = flip_some, begin_late
+  PieceLayout.to_bytes = flip_some
 
 
 def be_elsewhere() -> None:
@@ -97,7 +126,7 @@ def have_other_weights() -> None:
 
 
 def keep_leases() -> None:
-  async def release(self, offer):
+  async def release(self, offer, num_taken):
     pass
 
   prefill_peer.PrefillPeer.release = release
@@ -108,8 +137,11 @@ FAULTS = {
   "corrupt": (corrupt_pieces,),
   "remote": (be_elsewhere,),
   "remote-corrupt": (be_elsewhere, corrupt_pieces),
-  "unsteady": (be_unsteady,),
-  "remote-unsteady": (be_elsewhere, be_unsteady),
+  "unsteady": (be_unsteady, begin_late),
+  "remote-unsteady": (be_elsewhere, be_unsteady, begin_late),
+  "flipped": (lambda: fault_offers(flips=1.0, losses=0.0),),
+  "lost": (lambda: fault_offers(flips=0.0, losses=1.0),),
+  "jax-unsteady": (lambda: fault_offers(flips=0.5, losses=0.0), begin_late),
   "short": (send_half,),
   "slow": (be_slow,),
   "expired": (end_leases,),

@@ -1,12 +1,13 @@
 """--role and the flags beside it: what cannot be served is refused by name, before anything loads."""
 
 import pathlib
+import socket
 
 from absl.testing import flagsaver
 import pytest
 
 from engine.errors import ConfigError
-from extensions.prefill_decode.composition import read_secret
+from extensions.prefill_decode.composition import check_kv_address, read_secret
 from server import flags
 from tests.commands import run_module
 
@@ -41,6 +42,32 @@ _PEER = "--prefill_servers=10.0.0.7:50051"
       "role=decode does not go with --prefix_cache_scope",
     ),
     (["--role=decode", _SECRET, _PEER, "--remote_prefill_timeout_s=0"], "remote_prefill_timeout_s=0"),
+    (["--kv_transport=jax"], "kv_transport needs --role=prefill or --role=decode; leave it out"),
+    (["--role=prefill", _SECRET, "--kv_transport=nccl"], "kv_transport='nccl'"),
+    (
+      ["--role=prefill", _SECRET, "--kv_transport_address=10.0.0.7:1"],
+      "kv_transport_address needs --kv_transport=jax, and it is auto; leave it out",
+    ),
+    (
+      ["--role=prefill", _SECRET, "--kv_transport=jax", "--kv_transport_address=host:7000"],
+      "kv_transport_address='host:7000' is not IP:PORT with an address of this machine",
+    ),
+    (
+      ["--role=prefill", _SECRET, "--kv_transport=jax", "--kv_transport_address=0.0.0.0:7000"],
+      "kv_transport_address='0.0.0.0:7000' is not IP:PORT",
+    ),
+    (
+      ["--role=prefill", _SECRET, "--kv_transport=jax", "--kv_transport_address=[::1]:70000"],
+      r"kv_transport_address='\[::1\]:70000' is not IP:PORT",
+    ),
+    (
+      ["--role=decode", _SECRET, _PEER, "--kv_transport=jax", "--kv_transport_address=10.0.0.8:7000"],
+      "kv_transport_address=10.0.0.8:7000: a prefill server also needs the next port, and a decode server needs none",
+    ),
+    (
+      ["--role=decode", _SECRET, _PEER, "--kv_transport=jax", "--transfer_ca_file=/ca.pem"],
+      "kv_transport=jax has no TLS, so it does not go with --transfer_ca_file; leave out one of them",
+    ),
   ],
 )
 def test_roles_that_cannot_be_served_are_refused(arguments: list[str], said: str) -> None:
@@ -72,6 +99,19 @@ def test_a_secret_is_one_good_line(tmp_path: pathlib.Path) -> None:
   assert read_secret(str(path)) == "x" * 20
   with pytest.raises(ConfigError, match="transfer_secret_file=/nowhere cannot be read: No such file"):
     read_secret("/nowhere")
+
+
+def test_a_port_of_another_process_is_refused() -> None:
+  """JAX's transfer server would bind it too, and get a part of its connections."""
+  with socket.create_server(("127.0.0.1", 0)) as other:
+    taken = other.getsockname()[1]
+    for port in (taken, taken - 1):  # the next one is for data
+      said = f"kv_transport_address=127.0.0.1:{port}: port {taken} cannot be bound: Address already in use; choose an"
+      with pytest.raises(ConfigError, match=said):
+        check_kv_address(f"127.0.0.1:{port}")
+  check_kv_address("127.0.0.1:0")
+  with pytest.raises(ConfigError, match="192.0.2.1:7000: port 7000 cannot be bound: Cannot assign requested address"):
+    check_kv_address("192.0.2.1:7000")
 
 
 @pytest.mark.long

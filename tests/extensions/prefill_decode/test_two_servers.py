@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_server(folder, decode, free_port):
     assert answers(client, "together") == alone
     # Six prompts of eight may move; two of them share blocks that the other has brought, or is bringing.
     counts = decode.counts()
-    assert counts["prompts"] >= 4 and counts["pieces"] >= 4 and counts["bytes"] > 0
+    assert counts["prompts"] >= 4 and counts["shared_memory"] >= 4 and counts["bytes"] > 0
     answer = client.generate(_SHARED, max_tokens=2, cache_salt="cached")
     assert answer.ending.cached_tokens == 0  # moved, not cached
     assert client.generate(_SHARED, max_tokens=2, cache_salt="cached").ending.cached_tokens == 144
@@ -131,13 +131,15 @@ def test_int8_kv_moves_between_servers_of_int8_kv_alone(folder, free_port, kv_dt
     ("expired", "corrupt"),
     ("slow", "late"),
     ("mismatch", "mismatch"),
+    ("flipped", "corrupt"),
   ],
 )
 def test_faults_of_the_prefill_server_cost_time_alone(folder, free_port, fault, reason):
+  transport = ("--kv_transport=jax",) if fault == "flipped" else ()
   peer = f"--prefill_servers=127.0.0.1:{free_port}"
-  flags = ("--role=decode", peer, "--min_remote_prefill_tokens=32", "--remote_prefill_timeout_s=2")
+  flags = ("--role=decode", peer, "--min_remote_prefill_tokens=32", "--remote_prefill_timeout_s=2", *transport)
   decode = Server(folder, "decode-2", *flags)
-  prefill = prefill_server(folder, free_port, fault=fault)
+  prefill = prefill_server(folder, free_port, fault=fault, flags=transport)
   decode.wait_ready()
   prefill.wait_ready()
   with Client(decode.address) as client:
@@ -157,12 +159,13 @@ def test_faults_of_the_prefill_server_cost_time_alone(folder, free_port, fault, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["unsteady", "remote-unsteady"])
+@pytest.mark.parametrize("fault", ["unsteady", "remote-unsteady", "jax-unsteady"])
 def test_a_hundred_corrupt_and_late_transfers_change_no_answer(folder, free_port, fault):
-  """Fifty late ones and fifty corrupt pieces each way, among good ones, over shared memory and over gRPC."""
-  flags = ("--min_remote_prefill_tokens=32", "--remote_prefill_timeout_s=0.25")
+  """Fifty late ones and fifty corrupt pieces each way, among good ones, over shared memory, gRPC and JAX."""
+  transport = ("--kv_transport=jax",) if fault == "jax-unsteady" else ()
+  flags = ("--min_remote_prefill_tokens=32", "--remote_prefill_timeout_s=0.25", *transport)
   decode = Server(folder, "decode-3", "--role=decode", f"--prefill_servers=127.0.0.1:{free_port}", *flags)
-  prefill = prefill_server(folder, free_port, fault=fault)
+  prefill = prefill_server(folder, free_port, fault=fault, flags=transport)
   decode.wait_ready()
   prefill.wait_ready()
   with Client(decode.address) as client:
@@ -198,10 +201,12 @@ def test_a_prefill_server_that_stops_dies_or_drains_ends_no_request(folder, deco
 
 
 @pytest.mark.long
-def test_leases_that_nobody_releases_expire(folder, free_port):
+@pytest.mark.parametrize("transport", ["auto", "jax"])
+def test_leases_that_nobody_releases_expire(folder, free_port, transport):
   """Their memory, which has a limit, comes back; prompts that find it full are computed by the decode server."""
-  prefill = prefill_server(folder, free_port, flags=("--lease_timeout_s=20", "--max_lease_mb=1"))
-  flags = ("--role=decode", f"--prefill_servers=127.0.0.1:{free_port}", "--min_remote_prefill_tokens=32")
+  shared = ("--kv_transport", transport)
+  prefill = prefill_server(folder, free_port, flags=("--lease_timeout_s=20", "--max_lease_mb=1", *shared))
+  flags = ("--role=decode", f"--prefill_servers=127.0.0.1:{free_port}", "--min_remote_prefill_tokens=32", *shared)
   decode = Server(folder, "keeping", *flags, fault="keep")
   prefill.wait_ready()
   decode.wait_ready()
