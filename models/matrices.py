@@ -126,7 +126,7 @@ class PlainMatrix(Matrix):
     del num_rows
     x = x if norm is None else norm(x)
     x = x if activation is None else apply_gates(x, activation)
-    y = self._scaled(self._times(x, self.array[...], dtype))
+    y = self._scaled(self._times(x, self.array[...], dtype), jnp.dtype(dtype or x.dtype))
     return y if residual is None else residual + y
 
   def _times(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
@@ -139,8 +139,13 @@ class PlainMatrix(Matrix):
     x, weight = x.reshape(*lead, inputs), weight.reshape(inputs, outputs)
     return jnp.matmul(x, weight, preferred_element_type=dtype).reshape(*lead, *spec.outputs)
 
-  def _scaled(self, product: jax.Array) -> jax.Array:
+  def _scaled(self, product: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return product
+
+
+def _choose_sums(dtype: jnp.dtype | None, operand: jnp.dtype) -> jnp.dtype | None:
+  """Returns the dtype of sums that scales multiply afterwards: float16 ends at 65504, which sums of codes exceed."""
+  return jnp.dtype(jnp.float32) if (dtype or operand) == jnp.float16 else dtype
 
 
 class Int8Matrix(PlainMatrix):
@@ -157,11 +162,11 @@ class Int8Matrix(PlainMatrix):
     return {"array": values.reshape(self.shape), "scales": scales}
 
   def _times(self, x, weight, dtype):
-    return super()._times(x, weight.astype(x.dtype), dtype)  # exact in any dtype of x
+    return super()._times(x, weight.astype(x.dtype), _choose_sums(dtype, x.dtype))  # exact in any dtype of x
 
-  def _scaled(self, product):
+  def _scaled(self, product, dtype):
     scales = jnp.broadcast_to(self.scales[...], product.shape)
-    return (product.astype(jnp.float32) * scales).astype(product.dtype)
+    return (product.astype(jnp.float32) * scales).astype(dtype)
 
 
 class RowScaledMatrix(PlainMatrix):
@@ -186,7 +191,7 @@ class RowScaledMatrix(PlainMatrix):
   def _times(self, x, weight, dtype):
     spec, dtype = self.spec, jnp.dtype(dtype or x.dtype)
     values, factors = quantize_rows(x, spec.num_inputs, self._DTYPE)
-    sums = self._sum(values, weight, self._SUMS or dtype)
+    sums = self._sum(values, weight, self._SUMS or _choose_sums(dtype, dtype))
     factors = factors.reshape(*factors.shape, *(1 for _ in spec.outputs))
     scales = jnp.broadcast_to(factors, sums.shape) * jnp.broadcast_to(self.scales[...], sums.shape)
     return (sums.astype(jnp.float32) * scales).astype(dtype)
@@ -295,16 +300,17 @@ class GroupedMatrix(PlainMatrix):
     spec = self.spec
     codes = self._unpack(weight.reshape(*spec.inputs[:-1], -1, *spec.outputs), spec.num_inputs)
     if self._scales_sums:
-      return super()._times(x, codes.astype(x.dtype) - jnp.asarray(self._zero, x.dtype), dtype)  # exact in any dtype
+      codes = codes.astype(x.dtype) - jnp.asarray(self._zero, x.dtype)  # exact in any dtype of x
+      return super()._times(x, codes, _choose_sums(dtype, x.dtype))
     offsets = None if self.offsets is None else self.offsets[...]
     flat = codes.reshape(math.prod(spec.inputs), *spec.outputs)
     return super()._times(x, self._dequantize(flat, self.scales[...], offsets, x.dtype).reshape(spec.shape), dtype)
 
-  def _scaled(self, product):
+  def _scaled(self, product, dtype):
     if not self._scales_sums:
       return product
     scales = jnp.broadcast_to(self.scales[...][0].astype(jnp.float32), product.shape)
-    return (product.astype(jnp.float32) * scales).astype(product.dtype)
+    return (product.astype(jnp.float32) * scales).astype(dtype)
 
 
 class GroupSumMatrix(GroupedMatrix):
@@ -347,7 +353,7 @@ class GroupSumMatrix(GroupedMatrix):
       y += jnp.einsum(f"tg,g{outputs}->t{outputs}", totals, by_group(self.offsets), precision=exact)
     return y.astype(dtype or x.dtype).reshape(*lead, *spec.outputs)
 
-  def _scaled(self, product):
+  def _scaled(self, product, dtype):
     return product
 
 

@@ -29,6 +29,7 @@ from engine.device.draft_programs import draft_programs
 from engine.device.host_blocks import device_bytes
 from engine.device.kernel_choice import (
   attention_candidates,
+  check_dtype,
   choose_attention,
   choose_matmul,
   choose_matrix_form,
@@ -271,6 +272,7 @@ def build_side(
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
+  check_dtype(dtype, device)
   kv_dtype = dtype if options.kv_dtype == "auto" else paged_attention.EIGHT_BIT_KV[options.kv_dtype]
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
@@ -354,7 +356,7 @@ def build_side(
   kv_bytes, kv_for = _smallest_pool(options, sizer)
   largest = ladder.rungs()[-1]
   step = step_bytes(share, largest, dtype.itemsize)
-  low_rank = native.choose_implementation("low_rank", device.platform)
+  low_rank = "reference" if dtype == jnp.float16 else native.choose_implementation("low_rank", device.platform)
   rank = slot_rank(options, low_rank)
   step += adapter_bytes(options, share, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
   copying = device_bytes(block_bytes) // mesh.size if options.host_kv_mb else 0

@@ -97,6 +97,12 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
   return "xla", reason if expected else ""
 
 
+def check_dtype(dtype: jnp.dtype, device: Any) -> None:
+  """Raises ConfigError unless a device (jax.Device) computes in a dtype of weights and activations."""
+  if dtype == jnp.float16 and device.platform == "tpu":
+    raise ConfigError(f"dtype=float16: {device.device_kind} does not compute in it; set --dtype=bfloat16")
+
+
 def choose_matrix_form(options: BuildOptions, matmul: str, device: Any) -> tuple[MatrixForm, str]:
   """Returns the form in which the loader stores matrices of plain weights, and why it is slow (or "").
 

@@ -100,7 +100,7 @@ def open_checkpoint(
   Args:
     path: the folder.
     mesh: result of engine.device.mesh.make_mesh.
-    dtype: dtype of the parameters on the device, bfloat16 or float32; the file's may differ.
+    dtype: dtype of the parameters on the device, bfloat16, float16 or float32; the file's may differ.
     form: representation of matrices; those of a low-precision folder have their own. The loader converts each matrix
       before it reads the next (Sluice folder: after all).
     random_weights: generates fixed random weights on the devices; reads only config.json.
@@ -111,8 +111,8 @@ def open_checkpoint(
     ConfigError: the dtype is not supported, or a matrix cannot have the form.
   """
   dtype = jnp.dtype(dtype)
-  if dtype not in (jnp.bfloat16, jnp.float32):
-    raise ConfigError(f"dtype={dtype.name} is not supported; choose bfloat16 or float32")
+  if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise ConfigError(f"dtype={dtype.name} is not supported; choose bfloat16, float16 or float32")
   folder = pathlib.Path(path)
   check_model_folder(folder, needs_weights=not random_weights)
   is_orbax = orbax_folder.is_orbax_folder(folder) and not random_weights
@@ -527,7 +527,8 @@ def _assemble(
     if all(both):
       used.append(piece)
       part = _mapped(piece, stored)[_within(both, boxes)]
-      out[_within(both, parts)] = part
+      with np.errstate(over="ignore"):  # _check_finite reports what float16 cannot hold
+        out[_within(both, parts)] = part
       on_read(part.nbytes)
   _check_finite(lines, tuple(used), stored)
   return out
@@ -548,11 +549,17 @@ def _check_finite(values: np.ndarray, pieces: tuple[Piece, ...], stored: dict[st
 
   It tests for an exponent of ones in the bits, because ml_dtypes' own test of bfloat16 is many times slower.
   """
-  kind, mask = (np.uint32, 0x7F80_0000) if values.dtype.itemsize == 4 else (np.uint16, 0x7F80)
+  kind = np.uint32 if values.dtype.itemsize == 4 else np.uint16
+  mask = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}[values.dtype.name]
   bits, chunk = values.reshape(-1).view(kind), 1 << 20
   for start in range(0, bits.size, chunk):
     if ((bits[start : start + chunk] & kind(mask)) == kind(mask)).any():
       bad = [piece.name for piece in pieces if not np.isfinite(stored[piece.name].map().astype(np.float32)).all()]
+      if not bad:
+        raise CheckpointError(
+          f"{stored[pieces[0].name].file}: tensor {' or '.join(piece.name for piece in pieces)} holds values beyond "
+          f"65504, which {values.dtype.name} cannot; set --dtype=bfloat16 or float32"
+        )
       raise CheckpointError(
         f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is corrupt: copy it "
         "again"

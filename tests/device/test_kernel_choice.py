@@ -13,7 +13,7 @@ from jaxlib import xla_client
 import pytest
 
 from engine.device.build import build_engine
-from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matrix_form
+from engine.device.kernel_choice import attention_candidates, check_dtype, choose_attention, choose_matrix_form
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 
@@ -201,3 +201,12 @@ def test_weights_that_a_device_does_not_multiply_by_are_refused(device, refused)
     else:
       form, why = choose_matrix_form(options, "packed", device)
       assert not why and (form.kind == "plain") == (quantization in ("auto", "none"))
+
+
+def test_a_tpu_has_no_float16():
+  for device in (CPU, gpu("8.0"), TPU):
+    for dtype in map(jnp.dtype, (jnp.float32, jnp.bfloat16)):
+      check_dtype(dtype, device)
+  check_dtype(jnp.dtype(jnp.float16), gpu("8.0"))
+  with pytest.raises(ConfigError, match=f"dtype=float16: {TPU.device_kind} .* set --dtype=bfloat16"):
+    check_dtype(jnp.dtype(jnp.float16), TPU)

@@ -140,7 +140,7 @@ STACKED = (Piece("experts.gate_up", (4, 20, 6), (4, 2, 10, 6), (0, 3, 1, 2)),)
 
 
 @pytest.mark.parametrize("pieces", [PIECES, STACKED], ids=["an expert a piece", "one tensor"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_parameter_of_pieces_along_two_axes(experts, pieces, dtype):
   """Whole, and every part that a device may hold: split by expert, by hidden dimension, by input, within a pair."""
   stored, values = experts
@@ -371,6 +371,13 @@ def test_wrong_tensors(hf, change, said):
   edit_tensors(hf / "model.safetensors", change)
   with pytest.raises(CheckpointError, match=said):
     load(hf)
+
+
+def test_weights_that_float16_cannot_hold(hf):
+  edit_tensors(hf / "model.safetensors", lambda t: t["model.norm.weight"].__setitem__(3, 70000.0))
+  load(hf, "bfloat16")
+  with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds values beyond 65504.*set --dtype=bfloat16"):
+    load(hf, "float16")
 
 
 def test_config_of_another_model(hf):

@@ -106,6 +106,18 @@ def test_the_work_around_a_product(form, offset, residual, multiplier, bias):
   np.testing.assert_allclose(found, expected + (0 if residual == "none" else added), atol=TOLERANCE[form], rtol=0)
 
 
+@pytest.mark.parametrize(
+  "form", [name for name in FORMS if name not in ("plain", "flat", "ordered") and "packed" not in name]
+)
+def test_sums_of_codes_may_exceed_float16(form: str):
+  """Scales multiply them afterwards; the result is held."""
+  half, weight, x = jnp.dtype(jnp.float16), numbers(_D, 6) * 0.2, 3000 * np.abs(numbers(5, _D))
+  found = filled(Linear.declare((_D, 6), (None, None), half, FORMS[form]), weight)(jnp.asarray(x, half))
+  assert found.dtype == half
+  expected = x @ held(form, weight)
+  np.testing.assert_allclose(found, expected, atol=3000 * max(TOLERANCE[form], 3e-3), rtol=0)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", typing.get_args(Activation))
 def test_gates_go_through_their_activation(form: str, activation: Activation):

@@ -47,11 +47,12 @@ class TargetCase(NamedTuple):
   drafts: bool = False  # the programs of a draft model of this shape, instead of steps
   kv_dtype: str = "auto"
   layers: int = 0  # of the model; 0: its own
+  dtype: str = "bfloat16"
 
   def __str__(self) -> str:
     how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
     how += ["adapters"] * self.adapters + ["drafts"] * self.drafts + [f"{self.kv_dtype} KV"] * (self.kv_dtype != "auto")
-    how += [f"{self.layers} layers"] * bool(self.layers)
+    how += [f"{self.layers} layers"] * bool(self.layers) + [self.dtype] * (self.dtype != "bfloat16")
     return ", ".join((self.target, self.model, *how))
 
 
@@ -63,6 +64,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("h200", "tiny", "64", kv_dtype="fp8"),
   TargetCase("sm_80", "tiny", "64"),
+  TargetCase("sm_80", "tiny", "64", dtype="float16"),
   TargetCase("sm_100a", "tiny", "64"),
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e", "tiny", "64", kv_dtype="fp8"),
@@ -86,6 +88,8 @@ _WHOLE = (  # too large for one chip, so it has four
   *(TargetCase(target, "tiny", "8,64,256") for target in ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")),
   TargetCase("sm_80", "tiny", "64", kv_dtype="fp8"),
   TargetCase("sm_80", "tiny", "128", deterministic=True),
+  *(TargetCase("sm_80", "tiny", "64", quantization=each, dtype="float16") for each in ("none", "int8", "w8a8")),
+  TargetCase("sm_89", "tiny", "64", quantization="fp8", dtype="float16"),
   TargetCase("v4", "tiny", "8,64"),
   TargetCase("v5p", "tiny", "8,64"),
   TargetCase("v6e", "demo", _BUDGETS),
@@ -118,7 +122,7 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> lis
     out = pathlib.Path(folder)
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
     command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
-    command += [f"--layers={case.layers}"]
+    command += [f"--layers={case.layers}", f"--dtype={case.dtype}"]
     command += [f"--quantization={case.quantization}", f"--kv_dtype={case.kv_dtype}", f"--out={out}"]
     command += ["--deterministic"] * case.deterministic
     command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts

@@ -96,6 +96,7 @@ def main() -> None:
   parser.add_argument("--deterministic", action="store_true")
   parser.add_argument("--quantization", default="none")
   parser.add_argument("--kv_dtype", default="auto")
+  parser.add_argument("--dtype", default="bfloat16")
   parser.add_argument("--adapters", action="store_true")
   parser.add_argument("--drafts", action="store_true", help="the programs of the model as its own draft model")
   parser.add_argument("--max_num_seqs", type=int, default=64)
@@ -111,7 +112,15 @@ def main() -> None:
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
   deep, shallow = (
     programs.make_spec(
-      case, devices, args.attention, count, args.deterministic, args.quantization, args.adapters, args.kv_dtype
+      case,
+      devices,
+      args.attention,
+      count,
+      args.deterministic,
+      args.quantization,
+      args.adapters,
+      args.kv_dtype,
+      args.dtype,
     )
     for count in (layers, few)
   )
@@ -121,7 +130,7 @@ def main() -> None:
       print(f"\n@@ {shape.tokens}", flush=True)
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= {"deterministic": args.deterministic, "quantization": args.quantization, "adapters": args.adapters}
-      found |= {"kv_dtype": args.kv_dtype}
+      found |= {"kv_dtype": args.kv_dtype, "dtype": args.dtype}
       if args.drafts:
         made = draft_programs.draft_programs(deep, deep, [shape], MAX_DRAFTS + 1)
         for number, key in enumerate((draft_programs.fill_key(shape), draft_programs.propose_key(shape))):

@@ -142,7 +142,7 @@ def moved(
         and any(
           size in weight_sizes
           and not re.search(r"S\([13]\)", layout)
-          and (dtype in ("bf16", *_NARROW) or "convert" in opcodes)
+          and (dtype in ("bf16", "f16", *_NARROW) or "convert" in opcodes)
           for dtype, size, layout in arrays
         )
       ):

@@ -22,7 +22,6 @@ from models.split import ModelSplit
 from models.weight_form import WeightForm
 from pallas_kernels.paged_attention import api
 
-DTYPE = jnp.dtype("bfloat16")
 _MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
 _SHAPES = _MODELS / "shapes"
 
@@ -81,6 +80,7 @@ def make_spec(
   quantization: str = "none",
   adapters: bool = False,
   kv_dtype: str = "auto",
+  dtype: str = "bfloat16",
 ) -> ProgramSpec:
   """Returns the spec that engine.device.build makes of a checkpoint, without a checkpoint.
 
@@ -93,11 +93,12 @@ def make_spec(
     quantization: the setting.
     adapters: whether it has slots for LoRA adapters, as many as the settings' default.
     kv_dtype: the setting.
+    dtype: of weights and activations.
   """
   layers = case.model.layer_attention[:num_layers]
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
   mesh = mesh_lib.make_mesh(devices)
-  stored = api.EIGHT_BIT_KV.get(kv_dtype, DTYPE)
+  stored = api.EIGHT_BIT_KV.get(kv_dtype, jnp.dtype(dtype))
   block_size = api.preferred_block_size(attention, stored)
   axis = mesh_lib.AXIS if len(devices) > 1 else ""
   form = WeightForm(
@@ -106,7 +107,7 @@ def make_spec(
     flat=devices[0].platform == "tpu",
     axis=axis,
   )
-  graphdef, state = abstract(ModelSplit(model, len(devices)).share, DTYPE, form)
+  graphdef, state = abstract(ModelSplit(model, len(devices)).share, jnp.dtype(dtype), form)
   leaves, tree = jax.tree.flatten(mesh_lib.spread_params(mesh, state))
   return ProgramSpec(
     mesh=mesh,
@@ -114,7 +115,7 @@ def make_spec(
     graphdef=graphdef,
     params_tree=tree,
     params=tuple(leaves),
-    dtype=DTYPE,
+    dtype=jnp.dtype(dtype),
     kv=kv_cache.abstract(mesh, model, case.pool_tokens // block_size, block_size, stored, attention),
     block_size=block_size,
     table_width=-(-case.max_model_len // block_size),
@@ -166,4 +167,4 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   logits = 8 * shape.logits * share.vocab_size * 4
   if spec.mesh.size > 1:  # the sampler's share of the rows, padded to the rows of a TPU's tile
     logits += 12 * -(-shape.logits // (8 * spec.mesh.size)) * 8 * spec.model.vocab_size * 4
-  return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 5 * 2**20
+  return 2 * shape.tokens * layer * spec.dtype.itemsize + logits + partials + 5 * 2**20
