@@ -31,6 +31,17 @@ def recorded_path(folder: pathlib.Path, name: str) -> pathlib.Path:
   return folder / f"{name}.json.gz"
 
 
+def compile_subject(subject: Subject) -> ArrayCall:
+  """Compiles a subject's kernel. Raises ImportError or RuntimeError if the compilers are not installed."""
+  from tools.ptx_emulator import mosaic, triton
+
+  program = subject.program(subject.module)
+  if subject.entry:
+    return triton.compile_kernels(*program, subject.target)[subject.entry]
+  (kernel,) = mosaic.compile_kernels(*program)
+  return kernel
+
+
 def run_schedules(subject: Subject, kernel: ArrayCall, seeds: Sequence[int]) -> None:
   """Runs a kernel once a seed.
 
@@ -64,12 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   failed = 0
   for name in names:
     subject = subjects.make_subject(name)
-    if args.recorded:
-      kernel = ArrayCall.load(recorded_path(args.recorded, name))
-    else:
-      from tools.ptx_emulator import mosaic  # needs the compilers
-
-      (kernel,) = mosaic.compile_kernels(*subject.program(subject.module))
+    kernel = ArrayCall.load(recorded_path(args.recorded, name)) if args.recorded else compile_subject(subject)
     if args.record:
       kernel.save(recorded_path(args.record, name))
       continue

@@ -190,8 +190,10 @@ def _fence(context: Context, instruction: PtxInstruction) -> Body:
 
 def _copy(context: Context, instruction: PtxInstruction) -> Body:
   name = instruction.name
-  if name[:3] != ("cp", "async", "bulk"):
+  if name[:2] != ("cp", "async"):
     raise unknown_instruction(instruction)
+  if name[2] != "bulk":
+    return _copy_pieces(context, instruction)
   rest = name[3:]
   if rest == ("commit_group",):
 
@@ -221,6 +223,61 @@ def _copy(context: Context, instruction: PtxInstruction) -> Body:
     if rest[2:] == ("global", "shared::cta", "bulk_group"):
       return _store_box(context, instruction)
   raise unknown_instruction(instruction)
+
+
+def _copy_pieces(context: Context, instruction: PtxInstruction) -> Body:
+  """cp.async: each lane copies 4, 8 or 16 bytes, in the generic proxy; and its groups."""
+  _, _, what, *rest = instruction.name
+  operands = instruction.operands
+  if what in ("commit_group", "wait_group"):
+    # A lane has its own groups. Those of a warp are alike, because all lanes commit and wait together.
+    most = operands[0] if operands else Immediate(0)
+    if instruction.guard is not None or rest or not isinstance(most, Immediate):
+      raise unknown_instruction(instruction)
+    commits = what == "commit_group"
+
+    def finish(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+      require_whole_warp(warp, group)
+      if commits:
+        warp.copy_groups.append(warp.copies)
+        warp.copies = []
+        return
+      done, warp.copy_groups = _split_groups(warp.copy_groups, most.value)
+      for operation in done:
+        block.finish_operation(operation)
+        warp.agent.knowledge.operations |= 1 << operation.number
+
+    return finish
+  size = operands[2] if operands[2:] else None
+  sizes = {"ca": (4, 8, 16), "cg": (16,)}.get(what, ())
+  if not isinstance(size, Immediate) or size.value not in sizes or operands[4:]:
+    raise unknown_instruction(instruction)
+  if rest not in (["shared", "global"], ["shared::cta", "global"]):
+    raise unknown_instruction(instruction)
+  count, target, source = size.value, *(context.fetch_address(operand) for operand in operands[:2])
+  read_sizes = context.fetch(operands[3] if operands[3:] else size, np.uint32)
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    offsets = block.locate_shared(target(block, warp)[mask], mask, count)
+    addresses, given = source(block, warp)[mask], read_sizes(block, warp)[mask]
+    if (given > count).any():
+      raise KernelFault(f"a copy of {count} bytes reads {int(given.max())}")
+    if (addresses % count != 0).any():
+      raise KernelFault(f"address {int(addresses[addresses % count != 0][0]):#x} is no multiple of {count}")
+    block.shadow.begin_async_write(warp.agent.knowledge, block.next_operation(), offsets.reshape(-1), is_generic=True)
+    is_read = np.arange(count) < given[:, None]
+    places, serial = (addresses[:, None] + np.arange(count))[is_read], block.serial
+
+    def move() -> None:
+      values = np.zeros(offsets.shape, np.uint8)  # of what is not read
+      values[is_read] = block.launch.memory.read(places, 1, serial)[:, 0]
+      block.shared.data[offsets] = values
+      if not np.array_equal(block.shared.data[offsets], values):
+        raise AccessError("two lanes copy different values to a byte of shared memory")
+
+    warp.copies.append(block.begin_operation(move, instruction.text))
+
+  return run
 
 
 def _split_groups(groups: list[list[Operation]], keep: int) -> tuple[list[Operation], list[list[Operation]]]:

@@ -134,6 +134,7 @@ class Warp:
     full: the mask of all lanes, the same object wherever lanes are together.
     agent: of the warp.
     uncommitted, committed: bulk operations without a group, and the groups (cp.async.bulk.commit_group).
+    copies, copy_groups: the same of cp.async.
     matrices: wgmma operations: uncommitted, and groups.
     latest_matrix: the wgmma operation begun last.
     locked: registers that a wgmma operation uses -> that operation.
@@ -149,6 +150,8 @@ class Warp:
     self.agent = Agent.start(number, num_warps)
     self.uncommitted: list[Operation] = []
     self.committed: list[list[Operation]] = []
+    self.copies: list[Operation] = []
+    self.copy_groups: list[list[Operation]] = []
     self.matrices: list[Operation] = []
     self.matrix_groups: list[list[Operation]] = []
     self.latest_matrix: Operation | None = None

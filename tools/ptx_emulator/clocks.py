@@ -114,9 +114,12 @@ class Shadow:
     self._check_writers(issuer, issuer.published, bytes_, "reads through the asynchronous proxy")
     self._readers.append((operation, bytes_, _span(bytes_)))
 
-  def begin_async_write(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
-    """Checks and notes that an asynchronous operation will write."""
-    self._check_writers(issuer, issuer.published, bytes_, "overwrites through the asynchronous proxy")
+  def begin_async_write(self, issuer: Knowledge, operation: int, bytes_: np.ndarray, is_generic: bool = False) -> None:
+    """Checks and notes that an asynchronous operation will write. Args: is_generic: through the generic proxy."""
+    if is_generic:
+      self._check_writers(issuer, issuer.clock, bytes_, "overwrites")
+    else:
+      self._check_writers(issuer, issuer.published, bytes_, "overwrites through the asynchronous proxy")
     self._check_readers(issuer, bytes_)
     self._writer[bytes_], self._written[bytes_] = ASYNC, operation
 

@@ -62,6 +62,7 @@ class CompiledKernel:
     shared_bytes: of dynamic shared memory.
     pointers: the arrays of the leading parameters.
     maps: of the last parameter; () if there is none.
+    allows_equal_writes: see run_kernel.
   """
 
   text: str
@@ -69,6 +70,7 @@ class CompiledKernel:
   shared_bytes: int
   pointers: tuple[int, ...]
   maps: tuple[MapSpec, ...]
+  allows_equal_writes: bool = False
 
   @functools.cached_property
   def kernel(self) -> Kernel:
@@ -87,7 +89,8 @@ class CompiledKernel:
         arguments.append([spec.place(addresses[spec.argument]) for spec in self.maps])
       except AccessError as error:
         raise KernelFault(f"kernel {self.kernel.name}: {error}") from error
-    run_kernel(self.kernel, memory, arguments, self.grid, self.shared_bytes, seed)
+    launch = self.kernel, memory, arguments, self.grid, self.shared_bytes
+    run_kernel(*launch, seed, allows_equal_writes=self.allows_equal_writes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,9 @@ and one with acquire order them. Not modelled, and why:
   blocks that write different numbers    padding tokens may share a slot; only the numbers of several schedules differ
     to the same byte
   .read of a bulk wait                   a copy writes global memory in the moment when it reads shared memory
+  lanes that commit or wait for their    a warp's lanes do both together; one that never comes is a deadlock
+    cp.async copies apart
+  a proxy fence behind cp.async          no kernel hands what it copied so to wgmma or to TMA
   registers and their limits             ptxas allocates them, and `make check-device` reads its report
   rounding of approximate functions      ex2 and lg2 have numpy's, whose error is the smaller one
   the bits of a NaN                      this CPU makes several, of which a GPU has one; two lanes may write any of them
@@ -40,6 +43,7 @@ def run_kernel(
   shared_bytes: int,
   seed: int = 0,
   is_of_xla: bool = False,
+  allows_equal_writes: bool = False,
 ) -> None:
   """Runs all blocks of a kernel.
 
@@ -48,8 +52,9 @@ def run_kernel(
     arguments: an address, or tensor maps, for each parameter of the kernel.
     shared_bytes: dynamic shared memory of a block.
     seed: of the schedule.
-    is_of_xla: the kernel is XLA's own. Its blocks run side by side where they may. Its warps may write what a byte of
-      shared memory already holds, without any order: Triton's do, where several have the same part of a small tile.
+    is_of_xla: the kernel is XLA's own. It allows equal writes, and its blocks run side by side where they may.
+    allows_equal_writes: warps may write what a byte of shared memory already holds, without any order. Triton's do,
+      where several have the same part of a small tile.
 
   Raises:
     PtxError: the kernel has an instruction that is not known, or other arguments.
@@ -66,7 +71,7 @@ def run_kernel(
     if parameter.size != MAP_BYTES * len(argument):
       raise PtxError(f"parameter {parameter.name} has {parameter.size} bytes, not {len(argument)} tensor maps")
     maps |= {address + MAP_BYTES * index: tensor for index, tensor in enumerate(argument)}
-  launch = KernelLaunch(memory, grid, kernel.shared_bytes + shared_bytes, maps, is_of_xla)
+  launch = KernelLaunch(memory, grid, kernel.shared_bytes + shared_bytes, maps, is_of_xla or allows_equal_writes)
   rng = np.random.default_rng(seed)
   with np.errstate(all="ignore"):
     if lockstep.is_independent(kernel):

@@ -56,9 +56,14 @@ _SUMS: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
+_PAIRS = {"add": np.add, "mul": np.multiply, "fma": operations.fuse}
+
+
 def _calculate(context: Context, instruction: PtxInstruction) -> Body:
-  """Arithmetic in bf16 and f16, also of two numbers a register; other types are those of `operations`."""
+  """Arithmetic in bf16 and f16, and in two numbers a register; other types are those of `operations`."""
   opcode, kind = instruction.name[0], _HALF.fullmatch(instruction.name[-1])
+  if instruction.name[1:] == ("rn", "f32x2"):
+    return _calculate_pairs(context, instruction)
   if kind is None:
     return operations.TRANSLATORS[opcode](context, instruction)
   modifiers = set(instruction.name[1:-1])
@@ -74,6 +79,17 @@ def _calculate(context: Context, instruction: PtxInstruction) -> Body:
     # In f64 a product and a sum of these types are exact, or nearly so; they are then rounded once.
     parts = [_widen(each(block, warp).view(np.uint16), name).astype(np.float64) for each in fetched]
     write(warp, target, _narrow(function(*parts), name).view(register), mask)
+
+  return run
+
+
+def _calculate_pairs(context: Context, instruction: PtxInstruction) -> Body:
+  """add, mul and fma of two f32 in a register of 64 bits."""
+  target, function = take_register(instruction.operands[0]), _PAIRS[instruction.name[0]]
+  fetched = [context.fetch(operand, np.uint64) for operand in instruction.operands[1:]]
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    write(warp, target, function(*(each(block, warp).view(np.float32) for each in fetched)).view(np.uint64), mask)
 
   return run
 

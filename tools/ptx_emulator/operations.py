@@ -13,7 +13,7 @@ import re
 import numpy as np
 
 from tools.ptx_emulator.block import LANES, Block, Execute, Group, KernelFault, Waiting, Warp
-from tools.ptx_emulator.floats import bf16_to_f32, e4m3_to_f16, f32_to_bf16, f32_to_e4m3
+from tools.ptx_emulator.floats import bf16_to_f32, e4m3_to_f16, f32_to_bf16, f32_to_e4m3, f32_to_f16
 from tools.ptx_emulator.memory import SharedMemory
 from tools.ptx_emulator.reader import (
   Address,
@@ -43,11 +43,13 @@ _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 # Of loads and stores: caching, and an order that blocks which run one after another have anyway.
 _HINTS = frozenset(("nc", "relaxed", "gpu", "sys", "weak", "volatile"))
 _LANE = np.arange(LANES)
-# By mode, with the limit 31: the lane that a lane reads, from its own number and the operand. At 32 or more: its own.
-_SHUFFLES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-  "idx": lambda own, operand: operand,
-  "bfly": np.bitwise_xor,
-  "down": np.add,
+# By mode: the lane that a lane reads, from its own number and the operand, and the limit that leaves a warp whole. A
+# lane that would read from outside of its warp reads its own value.
+_SHUFFLES: dict[str, tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], int]] = {
+  "idx": (lambda own, operand: operand, 31),
+  "bfly": (np.bitwise_xor, 31),
+  "down": (np.add, 31),
+  "up": (np.subtract, 0),
 }
 
 
@@ -197,7 +199,8 @@ def _shift_right(a: np.ndarray, b: np.ndarray) -> np.ndarray:
   return shifted if a.dtype.kind == "i" else np.where(b >= bits, a.dtype.type(0), shifted)
 
 
-def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def fuse(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+  """Returns a * b + c of f32."""
   return (a.astype(np.float64) * b + c).astype(np.float32)  # exact product; the sum is rounded twice, to 53 bits first
 
 
@@ -233,7 +236,14 @@ def _binary(context: Context, instruction: PtxInstruction) -> Body:
   if "NaN" in modifiers:
     function = {"max": np.maximum, "min": np.minimum}[name]
   target = take_register(instruction.operands[0])
-  a, b = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
+  a, b, *more = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
+  if more:  # min and max of three f32
+    if name not in ("min", "max") or kind != "f32" or more[1:]:
+      raise unknown_instruction(instruction)
+    (c,) = more
+    return lambda block, warp, group, mask: write(
+      warp, target, function(function(a(block, warp), b(block, warp)), c(block, warp)), mask
+    )
   return lambda block, warp, group, mask: write(warp, target, function(a(block, warp), b(block, warp)), mask)
 
 
@@ -243,7 +253,7 @@ def _ternary(context: Context, instruction: PtxInstruction) -> Body:
     raise unknown_instruction(instruction)
   target = take_register(instruction.operands[0])
   a, b, c = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
-  function = _fused if dtype is np.float32 else lambda x, y, z: x * y + z
+  function = fuse if dtype is np.float32 else lambda x, y, z: x * y + z
   return lambda block, warp, group, mask: write(
     warp, target, function(a(block, warp), b(block, warp), c(block, warp)), mask
   )
@@ -322,6 +332,23 @@ def _extract_bits(context: Context, instruction: PtxInstruction) -> Body:
   return run
 
 
+def _permute_bytes(context: Context, instruction: PtxInstruction) -> Body:
+  """prmt.b32: of the bytes 0 to 3 of a and 4 to 7 of b, those that four digits of the selector name."""
+  if instruction.name[1:] != ("b32",):
+    raise unknown_instruction(instruction)
+  target = take_register(instruction.operands[0])
+  a, b, selector = (context.fetch(operand, np.uint32) for operand in instruction.operands[1:])
+
+  def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+    both = np.stack([a(block, warp), b(block, warp)], 1).view(np.uint8)
+    digits = selector(block, warp)[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)
+    found = np.take_along_axis(both, (digits & 7).astype(np.int64), 1)
+    found = np.where(digits & 8, (found.view(np.int8) >> 7).view(np.uint8), found)  # copies of the byte's sign
+    write(warp, target, np.ascontiguousarray(found).view(np.uint32)[:, 0], mask)
+
+  return run
+
+
 def _select(context: Context, instruction: PtxInstruction) -> Body:
   target = take_register(instruction.operands[0])
   a, b = (context.fetch(operand, KINDS[instruction.name[-1]]) for operand in instruction.operands[1:3])
@@ -357,12 +384,13 @@ def _move(context: Context, instruction: PtxInstruction) -> Body:
 
 def _convert(context: Context, instruction: PtxInstruction) -> Body:
   target, modifiers = take_register(instruction.operands[0]), instruction.name[1:]
-  if modifiers == ("rn", "bf16x2", "f32"):
+  if modifiers in (("rn", "bf16x2", "f32"), ("rn", "f16x2", "f32")):
     high, low = (context.fetch(operand, np.float32) for operand in instruction.operands[1:])
+    rounded = f32_to_bf16 if modifiers[1] == "bf16x2" else f32_to_f16
 
     def pack(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
-      upper = f32_to_bf16(high(block, warp)).astype(np.uint32) << 16
-      write(warp, target, upper | f32_to_bf16(low(block, warp)), mask)
+      upper = rounded(high(block, warp)).astype(np.uint32) << 16
+      write(warp, target, upper | rounded(low(block, warp)), mask)
 
     return pack
   if modifiers == ("rn", "bf16", "f32"):
@@ -427,17 +455,17 @@ def _elect(context: Context, instruction: PtxInstruction) -> Body:
 def _shuffle(context: Context, instruction: PtxInstruction) -> Body:
   how = instruction.name[2]
   target, value, lane, clamp, members = instruction.operands
-  if how not in _SHUFFLES or clamp != Immediate(31) or members != Immediate(-1) or isinstance(target, Pair):
+  source_of, limit = _SHUFFLES.get(how, (None, 0))
+  if source_of is None or clamp != Immediate(limit) or members != Immediate(-1) or isinstance(target, Pair):
     raise unknown_instruction(instruction)
   a, b, name = context.fetch(value, np.uint32), context.fetch(lane, np.uint32), take_register(target)
-  source_of = _SHUFFLES[how]
   lanes = np.arange(context.lanes)
   own, first = lanes % LANES, lanes // LANES * LANES
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
     source = source_of(own, b(block, warp).astype(np.int64) & 31)
-    source = first + np.where(source < LANES, source, own)
+    source = first + np.where((source >= 0) & (source < LANES), source, own)
     # What a lane reads from one that does not take part is undefined.
     write(warp, name, np.where(mask[source], a(block, warp)[source], np.uint32(0xFFFFFFFF)), mask)
 
@@ -604,6 +632,7 @@ TRANSLATORS: dict[str, Callable[[Context, PtxInstruction], Body]] = {
   "shl": _shift,
   "shr": _shift,
   "bfe": _extract_bits,
+  "prmt": _permute_bytes,
   "selp": _select,
   "mov": _move,
   "cvt": _convert,

@@ -337,8 +337,8 @@ class _Body:
       return Immediate(int(text[2:], 16))
     if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", text):
       return Immediate(int(text[2:], 16))
-    if re.fullmatch(r"-?\d+|-?0[xX][0-9a-fA-F]+", text):
-      return Immediate(int(text, 0))
+    if re.fullmatch(r"(-?\d+|-?0[xX][0-9a-fA-F]+)U?", text):
+      return Immediate(int(text.removesuffix("U"), 0))
     if not re.fullmatch(r"[%$\w.]+", text):
       raise PtxError(f"line {line}: unknown operand: {text}")
     name = self._resolve(text)

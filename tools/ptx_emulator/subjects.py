@@ -1,4 +1,7 @@
-"""Each kernel of paged attention on one tiny batch: its arrays, its program to compile, and what must come out.
+"""Each GPU kernel of paged attention on one tiny batch: its arrays, its program to compile, and what must come out.
+
+The portable kernels are compiled for an A100 ("sm_80" in a name) and for an RTX PRO 6000 ("sm_120"), the others for an
+H200.
 
 The batches are the least that use a ring again, have a second block, parts of a split row, padding, and an end inside a
 page. What no row uses is NaN, as in tools/gpu/cases.py, whose oracle is dense attention in f32.
@@ -15,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import gpu_decode, gpu_prefill, gpu_write
+from pallas_kernels.paged_attention import gpu_decode, gpu_prefill, gpu_write, portable
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
@@ -23,6 +26,7 @@ from tools.gpu import cases
 from tools.gpu.cases import KernelCase, Wrong
 
 KV_DTYPES = {"bf16": "", "fp8": "uint8"}
+_DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "f16": np.float16, "f32": np.float32}  # of queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Subject:
     program: takes a module like `module`; returns a function and the arrays that it is to be compiled for.
     inputs: of the kernel.
     judge: raises Wrong for wrong outputs; returns those that matter.
+    target: of tools/check_device, that the kernel is compiled for.
+    entry: the kernel's name in a program of several.
   """
 
   name: str
@@ -42,14 +48,17 @@ class Subject:
   program: Callable[[Any], tuple[Callable, tuple]]
   inputs: tuple[np.ndarray, ...]
   judge: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+  target: str = "h200"
+  entry: str = ""
 
 
 def _host(*arrays: Any) -> tuple[np.ndarray, ...]:
   return tuple(np.asarray(array) for array in arrays)
 
 
-def _write(kv_dtype: str, head_dim: int = 128) -> Subject:
-  """Eleven tokens in tiles of eight, three of them padding, two KV heads."""
+def _write(kv_dtype: str, is_portable: bool = False) -> Subject:
+  """Eleven tokens, three of them padding, two KV heads; in tiles of eight, or in one portable tile of sixteen."""
+  head_dim = 128
   spec = ArgSpec(
     "write",
     ((1, 20), (7, 40)),
@@ -70,17 +79,18 @@ def _write(kv_dtype: str, head_dim: int = 128) -> Subject:
 
   def program(module: Any) -> tuple[Callable, tuple]:
     qkv, cos, sin, slots, kv = inputs
-    run = functools.partial(module.rotate_and_write, tuning=tuning)
+    run = module.rotate_and_write if is_portable else functools.partial(module.rotate_and_write, tuning=tuning)
     return run, (qkv, cos, sin, kv, slots)
 
   def judge(outputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    q, finished, kv = outputs  # q: [K, whole tiles, G, H]
-    if finished.any():
+    q, *finished, kv = outputs
+    if any(counters.any() for counters in finished):
       raise Wrong("the decode kernel's counters are not zeros")
     tokens = np.arange(int(case.query_starts[-1]))
     projected = cases.tokens_of(case.qkv(0), tokens)
     wanted = cases.rounded(case.rotated(projected[:, :, :-2], tokens))
-    queries = q.transpose(1, 0, 2, 3)[tokens]
+    # q: [T, N, H], or [K, whole tiles, G, H]
+    queries = q[tokens].reshape(wanted.shape) if is_portable else q.transpose(1, 0, 2, 3)[tokens]
     cases.compare("queries", queries, wanted, tokens)
     slots = case.slots[0, tokens]
     at = slots // 16, slice(None), slice(None), slots % 16
@@ -96,6 +106,8 @@ def _write(kv_dtype: str, head_dim: int = 128) -> Subject:
       raise Wrong("the write changed the pool outside of its slots")
     return queries, kv[1:]
 
+  if is_portable:
+    return Subject("write", portable, program, inputs, judge, entry="rotate_and_write")
   return Subject("write", gpu_write, program, inputs, judge)
 
 
@@ -104,10 +116,11 @@ class _Batch:
   """A batch for attention kernels, with its plan."""
 
   case: KernelCase
-  plan: Plan
+  plan: Plan | None = None
 
   @functools.cached_property
   def pieces(self) -> dict[str, np.ndarray]:
+    assert self.plan is not None
     return self.plan.split(self.plan.make_work(self.case.query_starts, self.case.kv_lens))
 
   @functools.cached_property
@@ -117,13 +130,17 @@ class _Batch:
     return _host(case.packed_queries(0), case.pool(before=False), case.tables[0], case.kv_lens, case.query_starts)
 
   @functools.cached_property
+  def queries(self) -> np.ndarray:
+    """By token: [T, N, H]."""
+    spec = self.case.spec
+    packed = self.operands[0].reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
+    return np.ascontiguousarray(packed.reshape(spec.num_tokens, spec.num_heads, spec.head_dim))
+
+  @functools.cached_property
   def wanted(self) -> np.ndarray:
     """f32[tokens in use, N, H]."""
-    spec = self.case.spec
     tokens = np.arange(int(self.case.query_starts[-1]))
-    packed = self.operands[0].reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
-    queries = packed.reshape(spec.num_tokens, spec.num_heads, spec.head_dim)[tokens].astype(np.float32)
-    return self.case.attention(jnp.asarray(self.operands[1]), queries, tokens)
+    return self.case.attention(jnp.asarray(self.operands[1]), self.queries[tokens].astype(np.float32), tokens)
 
 
 def _prefill(kv_dtype: str) -> Subject:
@@ -205,16 +222,161 @@ def _decode(kv_dtype: str, has_prefill: bool = True) -> Subject:
   return Subject("decode", gpu_decode, program, inputs, judge)
 
 
+def _portable_spec(name: str, dtype: str, rows: tuple[tuple[int, int], ...], tokens: int, table_width: int) -> ArgSpec:
+  heads = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
+  kv_dtype = KV_DTYPES.get(dtype, "")
+  more = {"block_size": 32, "table_width": table_width, "dtype": "bfloat16", "kv_dtype": kv_dtype}
+  return ArgSpec(name, rows, tokens, len(rows) + 1, **heads, **more)
+
+
+def _portable_attention(entry: str, spec: ArgSpec, dtype: str, judge: Callable, before: np.ndarray | None) -> Subject:
+  """Returns a subject of the portable kernels; `judge` gets the batch too.
+
+  Args:
+    dtype: a key of _DTYPES.
+    before: what the result holds before the kernel, of any dtype; None: the kernel makes its result.
+  """
+  batch = _Batch(KernelCase(spec))
+  _, kv, tables, lens, starts = batch.operands
+  q = batch.queries.astype(_DTYPES[dtype])
+  kv = kv if dtype == "fp8" else kv.astype(q.dtype)
+  inputs = tables, lens, starts, q, kv, *([] if before is None else [before.astype(q.dtype)])
+
+  def program(module: Any) -> tuple[Callable, tuple]:
+    static = {"scale": spec.scale, "sliding_window": spec.sliding_window, "soft_cap": spec.soft_cap}
+    return functools.partial(module.ragged_paged_attention, **static), (q, kv, tables, lens, starts)
+
+  return Subject(entry, portable, program, inputs, functools.partial(judge, batch), entry=f"{entry}_kernel")
+
+
+def _portable_prefill(dtype: str) -> Subject:
+  """Twenty queries in two tiles over four chunks of keys, one query that is the decode kernel's, and padding."""
+  spec = _portable_spec("prefill", dtype, ((1, 40), (20, 230)), 23, 8)
+
+  def judge(batch: _Batch, outputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    (out,) = outputs
+    cases.compare("attention", out[1:21], batch.wanted[1:], np.arange(1, 21))
+    if out[21:].any():
+      raise Wrong("padding tokens must give zeros")
+    if not np.isnan(out[0].astype(np.float32)).all():
+      raise Wrong("the kernel wrote a row of the decode kernel")
+    return outputs
+
+  return _portable_attention("prefill", spec, dtype, judge, None)
+
+
+_PORTABLE_ROWS = (1, 40), (2, 300), (5, 60)
+
+
+def _portable_decode(dtype: str) -> Subject:
+  """Rows of one and of two queries; a thread block walks all five chunks of the second, which ends inside a page."""
+  spec = _portable_spec("decode", dtype, _PORTABLE_ROWS, 10, table_width=10)  # too few chunks to split a row
+  before = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), 7.0)
+
+  def judge(batch: _Batch, outputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    (out,) = outputs
+    cases.compare("attention", out[:3], batch.wanted[:3], np.arange(3))
+    if (out[3:] != 7).any():
+      raise Wrong("the kernel wrote tokens of the prefill kernel")
+    return outputs
+
+  return _portable_attention("decode", spec, dtype, judge, before)
+
+
+def _portable_parts(dtype: str) -> Subject:
+  """As `_portable_decode`, with the second row in parts of four chunks, each its own thread block's."""
+  spec = _portable_spec("decode", dtype, _PORTABLE_ROWS, 10, table_width=16)
+
+  def judge(batch: _Batch, outputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    parts, logs = outputs
+    found = _sum_parts(parts, logs, (1, 3 if dtype == "f32" else 2, 0, 0))
+    for row, tokens in enumerate((range(1), range(1, 3))):
+      pairs = found[row, 0].reshape(-1, spec.num_heads, spec.head_dim)[: len(tokens)]
+      cases.compare("attention", pairs, batch.wanted[tokens], np.array(tokens))
+    return outputs
+
+  return _portable_attention("decode", spec, dtype, judge, None)
+
+
+def _sum_parts(parts: np.ndarray, logs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+  """Returns f32[S, K, pairs, H], the attention of rows; zeros of rows without parts.
+
+  Args:
+    parts: f32[S, K, parts, pairs, H], each part's own attention.
+    logs: f32[S, K, parts, pairs], the logarithm to base 2 of each part's sum of weights.
+    counts: parts of each row. Others must be NaN, which the kernel finds there.
+
+  Raises:
+    Wrong: the kernel wrote another part.
+  """
+  found = np.zeros((*parts.shape[:2], *parts.shape[3:]), np.float32)
+  for row, count in enumerate(counts):
+    if not (np.isnan(parts[row, :, count:]).all() and np.isnan(logs[row, :, count:]).all()):
+      raise Wrong(f"row {row} has more than {count} parts")
+    if count:
+      weights = np.exp2(logs[row, :, :count] - logs[row, :, :count].max(1, keepdims=True))
+      found[row] = (parts[row, :, :count] * weights[..., None]).sum(1) / weights.sum(1)[..., None]
+  return found
+
+
+def _portable_combine(dtype: str) -> Subject:
+  """Rows of one part and of two, one of the prefill kernel, and padding."""
+  spec = _portable_spec("combine", dtype, _PORTABLE_ROWS, 10, table_width=16)
+  rng, counts = np.random.default_rng(0), (1, 2, 0, 0)
+  logs = np.full((spec.num_rows, 1, 2, 16), np.nan, np.float32)
+  parts = np.full((*logs.shape, spec.head_dim), np.nan, np.float32)
+  for row, count in enumerate(counts):
+    logs[row, :, :count] = rng.standard_normal((1, count, 16)) * 3
+    parts[row, :, :count] = rng.standard_normal((1, count, 16, spec.head_dim))
+  before = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), 7, jnp.bfloat16)
+  attention = _portable_decode(dtype)
+  _, lens, starts, *_ = attention.inputs
+  summed = _sum_parts(parts, logs, counts).reshape(spec.num_rows, -1, spec.num_heads, spec.head_dim)
+  wanted = np.concatenate([summed[0, :1], summed[1, :2]])
+
+  def judge(outputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    (out,) = outputs
+    cases.compare("attention", out[:3], wanted, np.arange(3))
+    if (out[3:] != 7).any():
+      raise Wrong("the kernel wrote tokens of the prefill kernel")
+    return outputs
+
+  program = _portable_parts(dtype).program
+  return Subject("combine", portable, program, (lens, starts, parts, logs, before), judge, entry="combine_kernel")
+
+
 _MAKERS: Mapping[str, Callable[[str], Subject]] = {
   "write": _write,
   "prefill": _prefill,
   "decode": _decode,
   "decode-only": functools.partial(_decode, has_prefill=False),
 }
-NAMES = tuple(f"{kernel}_{dtype}" for kernel in _MAKERS for dtype in KV_DTYPES)
+# Of the portable kernels; with the dtypes of the pool.
+_PORTABLE: Mapping[str, tuple[Callable[[str], Subject], tuple[str, ...]]] = {
+  "write": (lambda dtype: _write(KV_DTYPES[dtype], is_portable=True), ("bf16", "fp8")),
+  "prefill": (_portable_prefill, ("bf16", "fp8", "f16", "f32")),
+  "decode": (_portable_decode, ("bf16",)),
+  "parts": (_portable_parts, ("bf16", "fp8", "f16", "f32")),
+  "combine": (_portable_combine, ("bf16",)),
+}
+PORTABLE_TARGETS = {"sm_80": ("bf16", "fp8", "f16", "f32"), "sm_120": ("bf16", "fp8")}
+NAMES = (
+  *(f"{kernel}_{dtype}" for kernel in _MAKERS for dtype in KV_DTYPES),
+  *(
+    f"{target}-{kernel}_{dtype}"
+    for target, compiled in PORTABLE_TARGETS.items()
+    for kernel, (_, dtypes) in _PORTABLE.items()
+    for dtype in dtypes
+    if dtype in compiled
+  ),
+)
 
 
 def make_subject(name: str) -> Subject:
   """Returns the subject of a name in NAMES."""
   kernel, _, dtype = name.rpartition("_")
-  return dataclasses.replace(_MAKERS[kernel](KV_DTYPES[dtype]), name=name)
+  target, _, portable_kernel = kernel.partition("-")
+  if target not in PORTABLE_TARGETS:
+    return dataclasses.replace(_MAKERS[kernel](KV_DTYPES[dtype]), name=name)
+  make, _ = _PORTABLE[portable_kernel]
+  return dataclasses.replace(make(dtype), name=name, target=target)

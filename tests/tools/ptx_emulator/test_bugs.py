@@ -1,6 +1,7 @@
 """Bugs in the real kernels' PTX that the emulator must notice, and what Pallas' interpreter can know of each.
 
-`recorded` holds the kernels of tools/ptx_emulator/subjects.py as Mosaic GPU compiled them, so that no test compiles.
+`recorded` holds the kernels of tools/ptx_emulator/subjects.py as Mosaic GPU and XLA's Triton compiled them, so that no
+test compiles.
 In the environment of requirements-device.lock, these commands write them anew:
 
   python -m tools.ptx_emulator --record=tests/tools/ptx_emulator/recorded
@@ -40,6 +41,7 @@ UNSEEN = {
   "lanes": "A warpgroup is one thread: no lanes, no warps, no barriers between them.",
   "bounds": "A copy is of the part of an array that the program names, never of bytes behind it.",
   "init": "Barriers exist from the start.",
+  "copies": "A load is complete at once; a loop has no copies under way, and no buffers that it uses again.",
 }
 
 Edit = Callable[[ArrayCall], ArrayCall]
@@ -108,6 +110,14 @@ TO_FP8 = r"(cvt\.rn\.satfinite\.e4m3x2\.f32 \w+), (%r\d+), (%r\d+);"
 # Swizzle of 128 bytes, 1,024 bytes between groups of 8 lines.
 DESCRIPTOR = 1 << 62 | 64 << 32
 
+# Kernels that run without a bug in `make test`.
+QUICK = frozenset(
+  (
+    *(f"{kernel}_{dtype}" for kernel in ("write", "decode", "decode-only") for dtype in subjects.KV_DTYPES),
+    *(f"sm_80-{kernel}_bf16" for kernel in ("write", "decode", "parts", "combine")),
+    "sm_120-parts_bf16",
+  )
+)
 # Those of the write and combine kernels are quick.
 WRITE_BUGS = {
   "no proxy fence before a copy out": Bug("write_bf16", text(FENCE, ""), "no fence.proxy.async", "proxy"),
@@ -202,6 +212,51 @@ ATTENTION_BUGS = {
 }
 
 
+COPY_WAIT = r"cp\.async\.wait_group\s+0;"
+COPY_WAIT_AND_BARRIER = rf"({COPY_WAIT}\s+)bar\.sync\s+0;"
+COPY = r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ 0 \], \[ %rd\d+ \+ )0( \], 0x10), (%r\d+);"
+LOAD_MATRIX = r"(ldmatrix\.sync\.aligned\.m8n8\.x4{}\.shared\.b16\s+\{{[^}}]*\}}, \[%rd\d+)\]"
+MMA = r"(mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+),"
+BARRIER = r"bar\.sync\s+0;"
+# Those of the portable kernels for an A100. A kernel has a copy of blocks of the table before the loop and one in it.
+PORTABLE_BUGS = {
+  "no wait for copies": Bug("sm_80-decode_bf16", text(COPY_WAIT, "", 1), "nobody has waited", "copies"),
+  "waits for a group of copies too few": Bug(
+    "sm_80-decode_bf16", text(COPY_WAIT, "cp.async.wait_group 1;", 1), "nobody has waited", "copies"
+  ),
+  "copies in no group of cp.async": Bug(
+    "sm_80-decode_bf16", text(r"cp\.async\.commit_group;", "", 3), "nobody has waited", "copies"
+  ),
+  "no barrier behind the wait": Bug(
+    "sm_80-decode_bf16", text(COPY_WAIT_AND_BARRIER, r"\1", 1), "nobody has waited", "lanes"
+  ),
+  "no barrier before a buffer's next copy": Bug(
+    "sm_80-decode_bf16", text(BARRIER, "", 8), "which warp . reads; nothing orders the two", "lanes"
+  ),
+  "no barrier before warps sum up": Bug("sm_80-decode_bf16", text(BARRIER, "", 3), "nothing orders the two", "lanes"),
+  "keys past the row's end are read": Bug(
+    "sm_80-decode_bf16", text(COPY, r"\g<1>0\2;", 7), "is in no buffer|hold NaN", "copies"
+  ),
+  "copies the next chunk of a line": Bug(
+    "sm_80-decode_bf16", text(COPY, r"\g<1>16\2, \3;"), "attention: |at offset", "layout"
+  ),
+  "copy from the middle of a chunk": Bug(
+    "sm_80-decode_bf16", text(COPY, r"\g<1>8\2, \3;"), "is no multiple of 16", "layout"
+  ),
+  "swizzle without its exclusive or": Bug(
+    "sm_80-decode_bf16", text(r"xor(\.b32\s+%r\d+, %r\d+, 64;)", r"or\1"), "attention: error", "layout"
+  ),
+  "matrix of the next chunk": Bug(
+    "sm_80-decode_bf16", text(LOAD_MATRIX.format(""), r"\1+16]"), "attention: error", "layout"
+  ),
+  "matrix between chunks": Bug(
+    "sm_80-decode_bf16", text(LOAD_MATRIX.format(""), r"\1+8]"), "is no multiple of 16", "layout"
+  ),
+  "values not transposed": Bug("sm_80-decode_bf16", text(r"(ldmatrix\S+)\.trans", r"\1"), "attention: error", "layout"),
+  "rows of a fragment swapped": Bug("sm_80-decode_bf16", text(MMA, r"\1\3, \2,"), "attention: error", "layout"),
+}
+
+
 @functools.cache
 def recorded(name: str) -> ArrayCall:
   return ArrayCall.load(recorded_path(RECORDED, name))
@@ -213,6 +268,18 @@ subject = functools.cache(subjects.make_subject)
 @pytest.mark.parametrize("name", WRITE_BUGS)
 def test_a_bug_of_the_small_kernels_is_noticed(name: str):
   check(WRITE_BUGS[name], (1,))
+
+
+@pytest.mark.parametrize("name", PORTABLE_BUGS)
+def test_a_bug_of_the_portable_kernels_is_noticed(name: str):
+  check(PORTABLE_BUGS[name], (1,))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("name", PORTABLE_BUGS)
+def test_a_bug_of_the_portable_kernels_is_noticed_in_any_schedule(name: str, seed: int):
+  check(PORTABLE_BUGS[name], (seed,))
 
 
 @pytest.mark.kernels
@@ -252,10 +319,7 @@ def test_a_bug_in_the_source_is_noticed(name: str):
 
 @pytest.mark.parametrize(
   ("name", "seeds"),
-  [
-    pytest.param(name, seeds, marks=pytest.mark.kernels if "prefill" in name else ())
-    for name, seeds in [(name, range(1, 3)) for name in subjects.NAMES]
-  ],
+  [pytest.param(name, range(1, 3), marks=() if name in QUICK else pytest.mark.kernels) for name in subjects.NAMES],
 )
 def test_the_kernels_without_a_bug_pass(name: str, seeds: range):
   run_schedules(subject(name), recorded(name), seeds)

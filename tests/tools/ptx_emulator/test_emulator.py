@@ -344,6 +344,126 @@ def test_floats_are_those_of_the_isa():
   assert np.isnan(found[2]) and abs(found[6] - 0.3) <= 0.3 * 2**-8
 
 
+# Each thread copies its 16 bytes of a, in two groups, and writes b: the first part from the next thread's place.
+PIECES = """
+  ld.param.b64 %rd1, [a]; ld.param.b64 %rd2, [b]; ld.param.b64 %rd3, [c];
+  mov.b64 %rd4, shmem; cvt.u32.u64 %r1, %rd4;
+  mov.u32 %r2, %tid.x; mul.wide.u32 %rd5, %r2, 16; cvt.u32.u64 %r3, %rd5; add.s32 %r4, %r1, %r3;
+  add.s64 %rd6, %rd1, %rd5; add.s64 %rd7, %rd2, %rd5;
+  mul.wide.u32 %rd8, %r2, 4; add.s64 %rd9, %rd3, %rd8; ld.global.b32 %r5, [%rd9];
+  cp.async.cg.shared.global [ %r4 + 0 ], [ %rd6 + 0 ], 0x10, %r5;
+  {commit}
+  cp.async.ca.shared.global [%r4+2048], [%rd6], 8;
+  cp.async.commit_group;
+  {wait}
+  {bar}
+  xor.b32 %r6, %r3, 1024; add.s32 %r7, %r1, %r6;
+  ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r7];
+  {middle}
+  ld.shared.v2.b32 {{%r14, %r15}}, [%r4+2048];
+  st.global.v4.b32 [%rd7], {{%r10, %r11, %r12, %r13}};
+  st.global.v2.b32 [%rd7+2048], {{%r14, %r15}};
+  {last}
+"""
+PIECE_PARTS = {
+  "commit": "cp.async.commit_group;",
+  "wait": "cp.async.wait_group 1;",
+  "bar": "bar.sync 0;",
+  "middle": "cp.async.wait_group 0;",
+  "last": "",
+}
+
+
+def copy_pieces(seed: int, sizes: np.ndarray, threads: int = 128, **parts: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns a and b of PIECES. Args: sizes: bytes that each thread's first copy reads."""
+  source, seen = np.arange(1, 1 + 16 * threads, dtype=np.uint16), np.zeros((2, 16 * threads), np.uint8)
+  run(PIECES.format(**PIECE_PARTS | parts), [source.astype(np.uint8), seen, sizes.astype(np.int32)], seed)
+  return source.astype(np.uint8), seen
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_threads_copy_pieces_and_fill_the_rest_with_zeros(seed: int):
+  sizes = np.arange(128) % 17
+  source, (first, second) = copy_pieces(seed, sizes)
+  wanted = np.where(np.arange(16) < sizes[:, None], source.reshape(128, 16), 0)
+  np.testing.assert_array_equal(first.reshape(128, 16), np.roll(wanted, 64, 0))
+  np.testing.assert_array_equal(second.reshape(128, 16)[:, :8], source.reshape(128, 16)[:, :8])
+
+
+@pytest.mark.parametrize(
+  "parts",
+  [
+    {"wait": ""},
+    {"wait": "cp.async.wait_group 2;"},
+    {"commit": ""},
+    {"bar": ""},
+    {"middle": ""},
+    {"last": "cp.async.ca.shared.global [%r4], [%rd6], 4;"},
+  ],
+  ids=["no_wait", "waits_for_too_little", "no_group", "no_barrier", "no_wait_for_the_second", "copied_anew_while_read"],
+)
+def test_what_copies_of_threads_may_not_lack(parts: dict):
+  """A wait is for the thread's own copies: those of other threads need a barrier too."""
+  for seed in SEEDS:
+    with pytest.raises(KernelFault, match="writes; nobody has waited|which warp . reads; nothing orders the two"):
+      copy_pieces(seed, np.full(128, 16), **parts)
+
+
+def test_a_copy_that_reads_nothing_may_name_any_address():
+  last = "add.s64 %rd6, %rd6, 1048576; cp.async.cg.shared.global [%r4], [%rd6], 16, {};"
+  copy_pieces(0, np.full(128, 16), last="bar.sync 0;" + last.format(0))
+  with pytest.raises(KernelFault, match="cp.async.cg.*is in no buffer|cp.async.cg.*at offset"):
+    copy_pieces(0, np.full(128, 16), last="bar.sync 0;" + last.format(16))
+
+
+@pytest.mark.parametrize(
+  ("copy", "words"),
+  [
+    ("cp.async.cg.shared.global [%r4], [%rd6], 16, 17;", "a copy of 16 bytes reads 17"),
+    ("cp.async.cg.shared.global [%r4], [%rd6+8], 16;", "is no multiple of 16"),
+    ("cp.async.cg.shared.global [%r4+4], [%rd6], 16;", "is no multiple of 16"),
+  ],
+)
+def test_a_copy_of_a_thread_that_a_gpu_refuses(copy: str, words: str):
+  with pytest.raises(KernelFault, match=words):
+    copy_pieces(0, np.full(128, 16), last="bar.sync 0;" + copy)
+
+
+@pytest.mark.parametrize(
+  "copy",
+  [
+    "cp.async.cg.shared.global [%r4], [%rd6], 8;",  # .cg copies 16 bytes
+    "cp.async.ca.shared.global [%r4], [%rd6], 12;",
+    "cp.async.ca.shared.global.L2::128B [%r4], [%rd6], 16;",
+    "@%p1 cp.async.commit_group;",
+  ],
+)
+def test_a_copy_of_a_thread_that_is_not_known(copy: str):
+  with pytest.raises(PtxError, match="the emulator does not know"):
+    copy_pieces(0, np.full(128, 16), last=copy)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_lanes_get_the_fragments_of_four_matrices(transposed: bool):
+  """Lanes 8i to 8i + 7 name the lines of matrix i; register i of lane 4r + c has elements 2c and 2c + 1 of row r."""
+  out, matrices = np.zeros((32, 4, 2), np.uint16), np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
+  body = """
+  ld.param.b64 %rd1, [a]; ld.param.b64 %rd2, [b]; mov.b64 %rd4, shmem; cvt.u32.u64 %r1, %rd4;
+  mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 4; add.s32 %r4, %r1, %r3;
+  mul.wide.u32 %rd5, %r2, 16; add.s64 %rd6, %rd1, %rd5; add.s64 %rd7, %rd2, %rd5;
+  ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd6];
+  st.shared.v4.b32 [%r4], {%r10, %r11, %r12, %r13};
+  ldmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 {%r14, %r15, %r16, %r17}, [%r4];
+  st.global.v4.b32 [%rd7], {%r14, %r15, %r16, %r17};
+"""
+  run(body.replace("TRANS", ".trans" * transposed), [matrices, out], threads=32)
+  for lane in range(32):
+    for number, matrix in enumerate(matrices):
+      row, column = lane // 4, 2 * (lane % 4)
+      wanted = matrix.T[row, column : column + 2] if transposed else matrix[row, column : column + 2]
+      np.testing.assert_array_equal(out[lane, number], wanted)
+
+
 # Products of bf16[64, 64] by wgmma: both operands come by TMA, swizzled by 128 bytes.
 _DESCRIPTOR = 1 << 62 | 64 << 32  # swizzle of 128 bytes, 1024 bytes between groups of 8 lines
 _SUMS = [f"%r{100 + number}" for number in range(32)]

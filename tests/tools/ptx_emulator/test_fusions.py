@@ -13,7 +13,7 @@ from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-F32, S32, U32, F64 = (np.dtype(kind) for kind in ("f4", "i4", "u4", "f8"))
+F32, S32, U32, F64, U64 = (np.dtype(kind) for kind in ("f4", "i4", "u4", "f8", "u8"))
 WORDS = {"b8": "rs", "b16": "rs", "b32": "r", "b64": "rd"}
 
 
@@ -72,6 +72,8 @@ ODD = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 2.5, -2.5, 3e9] * 4, F32)
 N, J, K = (RNG.integers(-(2**31), 2**31, 32).astype(S32) for _ in range(3))
 U, V = N.view(U32), J.view(U32)
 B, C = X.astype(BF16), Y.astype(BF16)
+XY = np.stack([X, Y], 1)
+PAIRS, SWAPPED = XY.view(U64)[:, 0].copy(), np.stack([Y, X], 1).view(U64)[:, 0].copy()
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,13 @@ B, C = X.astype(BF16), Y.astype(BF16)
     ("add.rn.bf16 {d}, {a}, {b};", [B, C], np.add(B, C)),
     ("mul.rn.bf16 {d}, {a}, {b};", [B, C], np.multiply(B, C)),
     ("fma.rn.bf16 {d}, {a}, {b}, {c};", [B, C, B], (B.astype(F64) * C.astype(F64) + B.astype(F64)).astype(BF16)),
+    ("cvt.rn.f16x2.f32 {d}, {a}, {b};", [X, Y], np.stack([Y, X], 1).astype(np.float16).view(U32)[:, 0]),
+    ("add.rn.f32x2 {d}, {a}, {b};", [PAIRS, SWAPPED], (XY + XY[:, ::-1]).view(U64)[:, 0]),
+    ("mul.rn.f32x2 {d}, {a}, {b};", [PAIRS, SWAPPED], (XY * XY[:, ::-1]).view(U64)[:, 0]),
+    ("max.f32 {d}, {a}, {b}, {c};", [ODD, X, Y], np.fmax(np.fmax(ODD, X), Y)),
+    ("prmt.b32 {d}, {a}, {b}, 0x5410U;", [U, V], V << 16 | U & 0xFFFF),
+    ("prmt.b32 {d}, {a}, {b}, 0x0123U;", [U, V], U.byteswap()),
+    ("prmt.b32 {d}, {a}, {b}, 0xFFF7U;", [U, V], (V.view(S32) >> 24).view(U32)),
     ("mul.hi.u32 {d}, {a}, {b};", [U, V], (U.astype("u8") * V >> np.uint64(32)).astype(U32)),
     ("mul.rn.f64 {d}, {a}, {b};", [X.astype(F64), Y.astype(F64)], X.astype(F64) * Y),
     ("div.s32 {d}, {a}, {b};", [N, J >> 20 | 1], np.trunc(N / (J >> 20 | 1)).astype(S32)),
@@ -139,6 +148,7 @@ def test_a_carry_goes_from_the_low_product_into_the_high_one():
   ("operation", "expected"),
   [
     ("shfl.sync.down.b32 {d}, {a}, 4, 31, -1;", [*N[4:], *N[28:]]),
+    ("shfl.sync.up.b32 {d}, {a}, 4, 0, -1;", [*N[:4], *N[:28]]),
     ("shfl.sync.bfly.b32 {d}, {a}, 3, 31, -1;", N[np.arange(32) ^ 3]),
     ("redux.sync.min.s32 {d}, {a}, -1;", [N.min()] * 32),
     ("redux.sync.add.s32 {d}, {a}, 255;", [N[:8].sum(dtype=S32)] * 32),
