@@ -72,8 +72,8 @@ def _add_trials(trials: Trials, source: str, keep: float, accepted: float, tried
   trials[source] = [before[0] * keep + accepted, before[1] * keep + tried]
 
 
-def forget_half(trials: Trials) -> None:
-  """Halves the weight of a request's trials, so that a changed text is tried again."""
+def forget_trials(trials: Trials, keep: float) -> None:
+  """Multiplies the weight of a request's trials by `keep`, 0 to 1: what they show is old, and others count more."""
   for totals in trials.values():
-    totals[0] /= 2
-    totals[1] /= 2
+    totals[0] *= keep
+    totals[1] *= keep

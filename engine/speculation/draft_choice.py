@@ -1,4 +1,9 @@
-"""Chooses how many drafts pay in a step: those with the most expected tokens a second. Pure Python, pure functions."""
+"""Chooses how many drafts pay in a step: those with the least mean time of a row's token. Pure Python, pure functions.
+
+A draft lengthens the step for all rows, and shortens its own row's way. The sum of tokens a second would count only
+that: it would give most rows drafts and slow the others down. So what is compared is the mean over rows of the seconds
+for a token, and the expected tokens a second are those at which all rows had this mean. The sum gains as much or more.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -14,11 +19,13 @@ class StepOption(NamedTuple):
     base_tokens: expected tokens without drafts, in all steps that `seconds` covers.
     seconds: of the step with 0, 1, 2, ... drafts, and of what must follow it.
     required: indices of rows that must all have a draft, or the step takes none.
+    row_tokens: of base_tokens, those of each row that may have drafts; (): one each.
   """
 
   base_tokens: float
   seconds: Sequence[float]
   required: Collection[int] = ()
+  row_tokens: Sequence[float] = ()
 
 
 class DraftChoice(NamedTuple):
@@ -26,7 +33,7 @@ class DraftChoice(NamedTuple):
 
   Attributes:
     counts: number of drafts for each row.
-    rate: expected tokens a second with them.
+    rate: expected tokens a second with them, of rows that are all as fast as the mean.
     waits: the next step waits for them.
   """
 
@@ -36,9 +43,10 @@ class DraftChoice(NamedTuple):
 
 
 def choose_drafts(chances: Sequence[Sequence[float]], option: StepOption, least_rate: float, most: int) -> DraftChoice:
-  """Chooses the number of drafts of each row for the most expected tokens a second; none if no choice pays.
+  """Chooses the number of drafts of each row for the least mean time of a token over rows; none if no choice pays.
 
-  Drafts join in the order of their chances. All numbers of drafts are compared, because time by tokens has steps.
+  Drafts join in the order in which they shorten it. All numbers of drafts are compared, because time by tokens has
+  steps.
 
   Args:
     chances: for each row, the chance that its first 1, 2, ... drafts are all accepted; decreasing.
@@ -47,19 +55,23 @@ def choose_drafts(chances: Sequence[Sequence[float]], option: StepOption, least_
     most: most drafts of all rows together.
   """
   counts, required = [0] * len(chances), frozenset(option.required)
-  order = sorted(
-    (place > 0 or index not in required, -chance, place, index)
-    for index, row in enumerate(chances)
-    for place, chance in enumerate(row)
-  )
+  gains = []
+  for index, row in enumerate(chances):
+    base = expected = option.row_tokens[index] if option.row_tokens else 1
+    for place, chance in enumerate(row):
+      # What the draft takes off the row's weight times its time for a token, in steps.
+      gain = base * base * chance / (expected * (expected + chance))
+      expected += chance
+      gains.append((place > 0 or index not in required, -gain, place, index))
+  gains.sort()
   best, best_rate = 0, least_rate * _MARGIN
-  tokens = option.base_tokens
-  for number, (_, negative, _, _) in enumerate(order[: min(most, len(option.seconds) - 1)], 1):
-    tokens -= negative
-    rate = tokens / option.seconds[number]
+  total = left = option.base_tokens
+  for number, (_, negative, _, _) in enumerate(gains[: min(most, len(option.seconds) - 1)], 1):
+    left += negative
+    rate = total * total / (left * option.seconds[number])
     if number >= len(required) and rate > best_rate:
       best, best_rate = number, rate
-  for _, _, _, index in order[:best]:
+  for _, _, _, index in gains[:best]:
     counts[index] += 1
   return DraftChoice(counts, best_rate if best else least_rate)
 

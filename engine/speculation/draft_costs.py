@@ -149,7 +149,11 @@ class DraftCosts:
     slowed = self._slowed_seconds.estimate_steps(num_free, 0)[0]
     after = rest if slowed == UNKNOWN else max(rest, slowed)
     num_rows = planned.num_decodes + num_free
-    option = StepOption(num_rows, add_caution([each + after for each in seconds], base + rest))
+    option = StepOption(
+      num_rows,
+      add_caution([each + after for each in seconds], base + rest),
+      row_tokens=[1 + free for free in is_free],
+    )
     best = choose_drafts(chances, option, num_rows / (base + rest), most)
     if not any(best.counts) and planned.is_behind:
       return best

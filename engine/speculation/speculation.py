@@ -33,7 +33,7 @@ from engine.batch import Batch, StepResult
 from engine.config import EngineConfig
 from engine.constraint import ConstrainedDraft, DraftingConstraint
 from engine.request import Request
-from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
+from engine.speculation.acceptance import AcceptanceRates, Trials, forget_trials
 from engine.speculation.draft_choice import list_chances
 from engine.speculation.draft_costs import DraftCosts, PlannedStep
 from engine.speculation.drafter import NO_DRAFT, Draft, Drafter
@@ -52,9 +52,13 @@ _SLEEPLESS_RATE = 0.12
 _LONGEST_GAP = 16
 _NEVER = 1 << 62  # a step
 _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.5 us each
-# After drafts that did not pay, the next 2, 4, 8, ... steps propose none, and in this many steps drafts that are as
-# unlikely are not considered.
+# After drafts that did not pay, the next 2, 4, 8, ... steps propose none, up to so many. When half the requests have
+# finished since, a step looks again: a quarter of them costs 1 % of mean TPOT in trials without any accepted draft.
 _DECLINE_STEPS = 32
+_REQUESTS_LEFT = 0.5
+# The trials of a row without drafts count less and less, or one bad moment would leave it without for ever.
+_KEEP_BESIDE_DRAFTS = 0.97  # in a step in which others have some
+_KEEP_OF_DECLINED = 0.7  # in one without, after which a pause follows
 
 
 class DraftCandidate(NamedTuple):
@@ -68,6 +72,7 @@ class DraftCandidate(NamedTuple):
     later: the chance that a draft is accepted after accepted ones.
     num_unknown: guesses before the drafts.
     source: of the drafts.
+    trials: of the request; see acceptance.py.
   """
 
   row: int
@@ -77,6 +82,7 @@ class DraftCandidate(NamedTuple):
   later: float
   num_unknown: int = 0
   source: str = ""
+  trials: Trials = {}
 
   def list_chances(self, num_unknown: int) -> list[float]:
     """Returns the chance that the first 1, 2, ... drafts are accepted, behind `num_unknown` guesses."""
@@ -167,10 +173,9 @@ class Speculation:
     self.costs = DraftCosts(config)
     # Of a draft model: refusals in a row, the step before which it proposes nothing, the latest with proposals.
     self._num_refusals, self._no_proposals_until, self._proposing_step = 0, -1, -1
-    self._declined_rate, self._declined_until = 0.0, -1
     self._num_declines, self._pause_until = 0, -1  # choices of no draft in a row; step before which nothing is proposed
+    self._num_declined = 0  # requests at the latest of these choices; 0: it was followed by another one, or a look
     self._step = 0  # for which find_drafts() has made proposals
-    self._least_rate = 0.0  # drafts of the next step that are as unlikely as this are not considered
     self._has_failed = False  # a drafter has raised an error
 
   def replace_drafter(self, drafter: Drafter) -> None:
@@ -194,7 +199,7 @@ class Speculation:
     """Returns the candidate of a request without a constraint, whose drafts follow `num_unknown` guesses."""
     source = tracked.draft.source
     rate, later = self._estimate_rate(tracked, source), self._estimate_later(tracked, source)
-    return DraftCandidate(row, tokens, (), rate, later, num_unknown, source)
+    return DraftCandidate(row, tokens, (), rate, later, num_unknown, source, tracked.trials)
 
   # Requests.
 
@@ -214,16 +219,27 @@ class Speculation:
   def end_request(self, request_id: str) -> None:
     """Drops all state of a request, known or not."""
     if self._fresh.pop(request_id, None) is not None:
+      self._end_pause()
       return
     tracked = self._tracked.pop(request_id, None)
     if tracked is None:
       return
+    self._end_pause()
     tracked.request = None
     self._set_aside(request_id)
     try:
       self.drafter.forget(request_id)
     except Exception:
       self._note_error(request_id)
+
+  @property
+  def _num_requests(self) -> int:
+    return len(self._tracked) + len(self._fresh)
+
+  def _end_pause(self) -> None:
+    """Ends the pause after drafts that did not pay, if many requests have finished since."""
+    if self._num_declined and self._num_requests <= _REQUESTS_LEFT * self._num_declined:
+      self._num_declined, self._pause_until, self.next_look = 0, -1, 0
 
   def _sleep(self, tracked: _Tracked, until: int, is_tired: bool = True) -> None:
     """Lets a request rest until step `until`."""
@@ -240,7 +256,7 @@ class Speculation:
       if tracked.request is not None and tracked.wakes_at == until:
         tracked.wakes_at = AWAKE
         if tracked.is_tired:
-          forget_half(tracked.trials)
+          forget_trials(tracked.trials, 0.5)
         self._awake[tracked.request.id] = tracked
 
   def _note_error(self, request_id: str) -> None:
@@ -291,7 +307,6 @@ class Speculation:
     if self._sleepers:
       self._wake_requests(step)
     found: dict[str, _Tracked] = {}
-    least = self._least_rate = self._declined_rate if step < self._declined_until else 0.0
     drafter, most = self.drafter, self._most + 1  # the first token may stand for one in flight
     num_lively = len(self._lively)
     looks = self._take_turns()
@@ -312,7 +327,7 @@ class Speculation:
         if isinstance(request.constraint, DraftingConstraint):
           tracked.draft = draft
           found[request_id] = tracked
-      elif draft.tokens and (not least or self._estimate_rate(tracked, draft.source) > least):
+      elif draft.tokens:
         tracked.draft = draft
         found[request_id] = tracked
       else:
@@ -402,11 +417,11 @@ class Speculation:
       tracked.draft = NO_DRAFT
     elif tracked.wakes_at != AWAKE:
       tracked.wakes_at = AWAKE
-      forget_half(tracked.trials)
+      forget_trials(tracked.trials, 0.5)
     rate_of_draft = self._estimate_rate(tracked, tracked.draft.source) if tracked.draft.tokens else 0.0
     forces = self._forces and request.speculation != "ngram"
     rate = self._estimate_rate(tracked, GRAMMAR) if forces and tracked.may_force else 0.0
-    if max(rate_of_draft, rate) <= self._least_rate:
+    if max(rate_of_draft, rate) <= 0:
       return None
     try:
       draft = constraint.find_draft(tracked.draft.tokens[:most], most, forces)
@@ -421,7 +436,8 @@ class Speculation:
     else:
       rate = rate_of_draft
     source = tracked.draft.source
-    return DraftCandidate(row, draft.tokens, draft.masks, rate, self._estimate_later(tracked, source), 0, source)
+    later = self._estimate_later(tracked, source)
+    return DraftCandidate(row, draft.tokens, draft.masks, rate, later, 0, source, tracked.trials)
 
   def knows_step(self, planned: PlannedStep) -> bool:
     """Returns whether drafts can be chosen for such a step; see DraftCosts."""
@@ -440,13 +456,17 @@ class Speculation:
       [candidate.list_chances(0) for candidate in candidates],
     )
     self.waits = choice.waits
+    if not planned.is_behind and not planned.num_others:
+      keep = _KEEP_BESIDE_DRAFTS if any(choice.counts) else _KEEP_OF_DECLINED
+      for candidate, count in zip(candidates, choice.counts, strict=True):
+        if not count:
+          forget_trials(candidate.trials, keep)
     if any(choice.counts):
-      self._num_declines = 0
+      self._num_declines = self._num_declined = 0
     elif not planned.is_behind and not planned.num_others:
       self._num_declines += 1
       self._pause_until = step + min(_DECLINE_STEPS, 1 << self._num_declines)
-      self._declined_rate = max(candidate.rate for candidate in candidates)
-      self._declined_until = step + _DECLINE_STEPS
+      self._num_declined = self._num_requests
     return choice.counts
 
   # A draft model.
@@ -565,7 +585,7 @@ class Speculation:
       "costs": self.costs.state(),
       **self._model_state(),
       "next_look": [self.next_look, self._no_looks_until],
-      "declined": [self._declined_rate, self._declined_until, self._num_declines, self._pause_until],
+      "declined": [self._num_declined, self._num_declines, self._pause_until],
       "requests": {
         name: {
           "trials": {source: list(totals) for source, totals in tracked.trials.items()},
@@ -603,7 +623,7 @@ class Speculation:
     if self.model is not None:
       self._num_refusals, self._no_proposals_until, self._proposing_step = state["refused"]
       self.model.restore_state(state["proposals"])
-    self._declined_rate, self._declined_until, self._num_declines, self._pause_until = state["declined"]
+    self._num_declined, self._num_declines, self._pause_until = state["declined"]
     for name, values in state["requests"].items():
       tracked = self._tracked[name] = _Tracked(requests[name])
       tracked.trials = {source: list(totals) for source, totals in values["trials"].items()}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engine.speculation.acceptance import AcceptanceRates, Trials, forget_half
+from engine.speculation.acceptance import AcceptanceRates, Trials, forget_trials
 from engine.speculation.draft_choice import StepOption, choose_drafts, list_chances
 
 
@@ -48,25 +48,51 @@ def test_required_rows_have_a_draft_or_nobody_has():
   assert choose_drafts(chances, StepOption(2, [1.0] * 4, (1,)), 2.0, 1).counts == [0, 1]
 
 
+def test_a_step_that_is_longer_for_most_rows_alone_is_none():
+  """Six of eight drafts bring more tokens a second than none, but two rows would wait for them."""
+  chances = [[0.7] for _ in range(8)]
+  some = [1.0, *[1.27] * 6, 1.9, 1.9]
+  assert choose_drafts(chances, StepOption(8, some), 8.0, 8).counts == [1] * 6 + [0] * 2
+  some = [1.0, *[1.42] * 6, 1.9, 1.9]
+  assert (8 + 6 * 0.7) / 1.42 > 1.05 * 8.0
+  assert choose_drafts(chances, StepOption(8, some), 8.0, 8).counts == [0] * 8
+
+
+def test_a_first_draft_comes_before_a_third_that_is_as_likely():
+  chances = [[0.9, 0.8, 0.7], [0.6]]
+  assert choose_drafts(chances, StepOption(2, [1.0] * 3), 2.0, 2).counts == [1, 1]
+  assert choose_drafts(chances, StepOption(3, [1.0] * 3, row_tokens=(1, 2)), 3.0, 2).counts == [1, 1]
+
+
+def mean_rate(option: StepOption, chances: list[list[float]], counts: tuple[int, ...]) -> float:
+  """Returns the tokens a second of a step whose rows all have the mean time for a token."""
+  base = option.row_tokens or [1] * len(chances)
+  others = option.base_tokens - sum(base)
+  rows = zip(base, chances, counts, strict=True)
+  times = others + sum(tokens * tokens / (tokens + sum(row[:count])) for tokens, row, count in rows)
+  return option.base_tokens**2 / (times * option.seconds[sum(counts)])
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_no_choice_has_more_tokens_a_second(seed: int):
+def test_no_choice_has_a_shorter_mean_time_of_a_token(seed: int):
   rng = random.Random(seed)
   chances = [list_chances(rng.random(), rng.randint(1, 4), rng.randint(0, 1)) for _ in range(rng.randint(1, 3))]
   most = rng.randint(1, 12)
   seconds = list(itertools.accumulate(rng.choice((0.0, 0.0, 0.1, 0.5)) for _ in range(13)))
   seconds = [1.0 + each for each in seconds]
-  option = StepOption(len(chances), seconds)
+  row_tokens = [rng.choice((1, 2)) for _ in chances]
+  option = StepOption(sum(row_tokens) + rng.randint(0, 2), seconds, row_tokens=row_tokens)
   rate = option.base_tokens / seconds[0]
   choice = choose_drafts(chances, option, rate, most)
   best = 1.03 * rate
   for counts in itertools.product(*(range(len(row) + 1) for row in chances)):
     if 0 < sum(counts) <= most:
-      tokens = option.base_tokens + sum(sum(row[:count]) for row, count in zip(chances, counts, strict=True))
-      best = max(best, tokens / seconds[sum(counts)])
+      best = max(best, mean_rate(option, chances, counts))
   if any(choice.counts):
     assert choice.rate == pytest.approx(best) and sum(choice.counts) <= most
+    assert mean_rate(option, chances, tuple(choice.counts)) == pytest.approx(best)
     tokens = option.base_tokens + sum(sum(row[:count]) for row, count in zip(chances, choice.counts, strict=True))
-    assert tokens / seconds[sum(choice.counts)] == pytest.approx(best)
+    assert tokens / seconds[sum(choice.counts)] >= choice.rate * (1 - 1e-9), "the sum of tokens a second gains as much"
   else:
     assert best == pytest.approx(1.03 * rate) and choice.rate == rate
 
@@ -110,5 +136,5 @@ def test_what_fails_for_all_is_still_tried_by_new_requests():
     rates.note_row(trials, "ngram8", 7, 0)
   low = rates.estimate_rate(trials, "ngram8")
   assert low < 0.15 and rates.estimate_rate({}, "ngram8") > 0.4
-  forget_half(trials)
+  forget_trials(trials, 0.5)
   assert low < rates.estimate_rate(trials, "ngram8") < 0.4
