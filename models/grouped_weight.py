@@ -1,4 +1,4 @@
-"""Matrices of 4 or 8 bits with a scale for each group of inputs. May not know files, layers or layouts of kernels."""
+"""Matrices of 4, 6 or 8 bits with scales by group of inputs. May not know files, layers or layouts of kernels."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,7 +8,7 @@ import numpy as np
 
 from models.families.tensor_map import Piece
 
-BITS = (4, 8)
+BITS = (4, 6, 8)
 WORD = 8  # codes of 4 bits in a uint32
 
 
@@ -24,7 +24,7 @@ class GroupedWeight:
     codes: uint8[*inputs, *outputs], each below 2**bits. Or, of 4 bits, words: uint32 with an eighth of the last input
       dimension, eight adjacent codes each, the first in the lowest bits. A format that has them so needs no other copy.
     scales: float16 or float32 [groups, *outputs], finite.
-    bits: 4 or 8.
+    bits: 4, 6 or 8.
     num_inputs: input dimensions of `codes`, at least 1.
     offsets: float16 or float32, like `scales`; None: 0.
   """
@@ -75,7 +75,7 @@ class GroupedWeight:
 
   @property
   def zero(self) -> int:
-    """The code of weight 0 where there is no offset: 8 or 128."""
+    """The code of weight 0 where there is no offset: 8, 32 or 128."""
     return 1 << (self.bits - 1)
 
   def dequantize(self) -> np.ndarray:
@@ -131,13 +131,17 @@ class GroupedWeight:
     """Returns the same weight in smaller groups, which repeat scales. Args: group: a divisor of the present one."""
     assert self.group % group == 0, (self.group, group)
     times = self.group // group
+    if times == 1:
+      return self
     offsets = None if self.offsets is None else np.repeat(self.offsets, times, axis=0)
     return dataclasses.replace(self, scales=np.repeat(self.scales, times, axis=0), offsets=offsets)
 
-  def widen(self) -> "GroupedWeight":
-    """Returns the same weight as codes of 8 bits, with the same scales."""
-    moved = self.unpack().codes + np.uint8(128 - self.zero)
-    return dataclasses.replace(self, codes=moved, bits=8)
+  def widen(self, bits: int) -> "GroupedWeight":
+    """Returns the same weight as codes of so many bits, not fewer, with the same scales."""
+    if bits == self.bits:
+      return self
+    moved = self.unpack().codes + np.uint8((1 << bits - 1) - self.zero)
+    return dataclasses.replace(self, codes=moved, bits=bits)
 
 
 def quantize_by_group(weight: np.ndarray, num_inputs: int, bits: int, group: int) -> GroupedWeight:
@@ -184,7 +188,7 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
   """
   bits = max(weight.bits for _, weight in pieces)
   group = math.gcd(*(weight.group for _, weight in pieces))
-  parts = [(piece, (weight.widen() if weight.bits < bits else weight).regroup(group)) for piece, weight in pieces]
+  parts = [(piece, weight.widen(bits).regroup(group)) for piece, weight in pieces]
   has_offsets = any(weight.offsets is not None for _, weight in parts)
   inputs = num_inputs - 1, len(pieces[0][0].split) - 1  # the last dimension of inputs, in the parameter and in `split`
   keeps_words = all(

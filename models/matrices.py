@@ -243,7 +243,8 @@ class GroupedMatrix(PlainMatrix):
   """Codes with scales and offsets by group of inputs, which XLA dequantizes in the product.
 
   x keeps its dtype: only the packed kernel quantizes activations. A byte holds two codes of 4 bits, adjacent ones of
-  the last input dimension, the first in the low bits. With one group, and no offsets, the scales multiply the sums.
+  the last input dimension, the first in the low bits, or one code of 6 or 8. With one group, and no offsets, the scales
+  multiply the sums.
   """
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
@@ -276,7 +277,7 @@ class GroupedMatrix(PlainMatrix):
     return jnp.moveaxis(weight, 0, -1)
 
   def _unpack(self, codes: jax.Array, num_inputs: int) -> jax.Array:  # [*inputs, ...] of bytes -> of codes
-    if self.form.bits == 8:
+    if self.form.bits != 4:
       return codes
     pairs = jnp.stack([codes & 15, codes >> 4], num_inputs)
     return pairs.reshape(*codes.shape[: num_inputs - 1], -1, *codes.shape[num_inputs:])

@@ -19,7 +19,7 @@ class MatrixForm:
       gives the same bits. "int8": integers with a scale an output (models/quantize.py); "w8a8": the same,
       with x rounded to int8 by row; "fp8": the same of e4m3, x too; "grouped": codes with scales
       (models/grouped_weight.py). The other attributes are of this kind alone.
-    bits: of a code, 4 or 8.
+    bits: of a code: 4, 6 or 8.
     group: adjacent inputs, in row-major order, that share a scale; 0: one scale an output.
     has_offsets: whether each group has an offset, too.
     scale_dtype: of scales and offsets, "float16" or "float32".

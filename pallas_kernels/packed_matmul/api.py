@@ -3,7 +3,7 @@
 `pack_weight` changes the layout and `matmul` multiplies by the packed weight. XLA's own matmul on unpacked weights is
 the reference; it serves other platforms, several devices, and machines without a C++ compiler.
 
-`pack_groups` changes the layout of weights of 4 or 8 bits with a scale for each group of inputs, and `grouped_matmul`
+`pack_groups` changes the layout of weights of 4, 6 or 8 bits with scales by group of inputs, and `grouped_matmul`
 multiplies by them. It also quantizes x, to 8 bits by row and chunk of inputs; `reference_grouped_matmul` is the same
 arithmetic in numpy.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from pallas_kernels import native
 
 COLUMNS = 32  # kColumns
-_STEPS = {4: 8, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes
+_STEPS = {4: 8, 6: 16, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes, or 12 at 6 bits
 _LARGEST_CHUNK = 128  # kLargestChunk
 _HUGE_PAGE = 2**21
 
@@ -175,20 +175,23 @@ def _multiply(
   return y.reshape(*x.shape[:-1], outputs)
 
 
-# --- Weights of 4 and 8 bits by group ---------------------------------------------------------------------------------
+# --- Weights of 4, 6 and 8 bits by group ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupLayout:
-  """How a weight [D, N] of 4 or 8 bits lies: for each block of 32 columns one stream of bytes, group after group.
+  """How a weight [D, N] of 4, 6 or 8 bits lies: for each block of 32 columns one stream of bytes, group after group.
 
   A group's bytes are its codes [group / 4, 32, 4], its scales [32] and its offsets [32], if any. At 4 bits the codes
   are [group / 8, 32, 4], and a byte holds the code of input d in its lower half and of d + 4 in its upper half.
+  At 6 bits they are [group / 16, 3, 32, 4]: the low four bits of 8 inputs in that way, those of the next 8, and the
+  high two of all 16. A byte of the last has those of inputs d, d + 4, d + 8 and d + 12, the first in the lowest bits.
 
   Attributes:
     inputs: D.
-    bits: 4 or 8.
-    groups: of adjacent inputs; each has a multiple of 4 inputs, at 4 bits of 8, unless there is a single group.
+    bits: 4, 6 or 8.
+    groups: of adjacent inputs; each has a multiple of 4 inputs (at 4 bits of 8, at 6 of 16), unless there is a single
+      group.
     scale_dtype: of scales and offsets, "float16" or "float32".
     has_offsets: whether there are offsets.
 
@@ -204,7 +207,7 @@ class GroupLayout:
 
   def __post_init__(self):
     if self.bits not in _STEPS:
-      raise ValueError(f"packed matmul: codes of {self.bits} bits; supported are 4 and 8")
+      raise ValueError(f"packed matmul: codes of {self.bits} bits; supported are 4, 6 and 8")
     if self.scale_dtype not in ("float16", "float32"):
       raise ValueError(f"packed matmul: scales are {self.scale_dtype}; they must be float16 or float32")
     if self.groups < 1 or self.inputs % self.groups:
@@ -225,19 +228,25 @@ class GroupLayout:
     """Adjacent inputs of x that the kernel quantizes with one factor.
 
     A chunk is a whole group of up to 128 inputs. A larger group has the smallest number of even chunks of at most 128,
-    rounded up to 8 inputs, and its last chunk may be smaller.
+    rounded up to 8 inputs (16 at 6 bits), and its last chunk may be smaller.
     """
-    parts = -(-self.steps * _STEPS[self.bits] // _LARGEST_CHUNK)
-    return -(-self.steps * _STEPS[self.bits] // (8 * parts)) * 8
+    step = _STEPS[self.bits]
+    parts, even = -(-self.steps * step // _LARGEST_CHUNK), max(8, step)
+    return -(-self.steps * step // (even * parts)) * even
 
   def shape(self, outputs: int) -> tuple[int, int]:
     """Returns the packed shape: blocks of 32 columns, and bytes of a block."""
     values = (2 if self.has_offsets else 1) * np.dtype(self.scale_dtype).itemsize
-    return (-(-outputs // COLUMNS), self.groups * COLUMNS * (4 * self.steps + values))
+    return (-(-outputs // COLUMNS), self.groups * (self.code_bytes + COLUMNS * values))
+
+  @property
+  def code_bytes(self) -> int:
+    """Bytes of a group's codes in a block."""
+    return self.steps * _STEPS[self.bits] * COLUMNS * self.bits // 8
 
   @property
   def steps(self) -> int:
-    """Inputs of a group that lie together, 4 or 8 each; zeros pad the last ones."""
+    """The number of a group's pieces of 4, 8 or 16 inputs whose codes lie together; zeros pad the last one."""
     return -(-self.group // _STEPS[self.bits])
 
 
@@ -249,7 +258,7 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
       the lowest bits. A transposed view costs no more than a contiguous array.
     scales: float16 or float32 [G, N]; G divides D.
     offsets: like `scales`, or None.
-    bits: 4 or 8.
+    bits: 4, 6 or 8.
 
   Raises:
     NativeMissing: the library is not built.
@@ -337,12 +346,16 @@ def look_up_columns(packed: jax.Array, layout: GroupLayout, indices: jax.Array) 
     elements = first + COLUMNS * jnp.arange(count).reshape(1, 1, -1) + columns
     return split[blocks, jnp.arange(groups).reshape(1, -1, 1), elements]
 
-  codes = gather(4, 0, steps)
+  codes = gather(4, 0, layout.code_bytes // (4 * COLUMNS))
   if layout.bits == 4:
     codes = jnp.stack([codes & 15, codes >> 4], axis=-2)
+  elif layout.bits == 6:
+    first, second, high = jnp.unstack(codes.reshape(*codes.shape[:2], steps, 3, 4), axis=3)
+    low = jnp.stack([first & 15, first >> 4, second & 15, second >> 4], axis=-2)
+    codes = low | jnp.stack([high << 4 & 48, high << 2 & 48, high & 48, high >> 2 & 48], axis=-2)
   weight = codes.reshape(*blocks.shape[:1], groups, -1)[..., : layout.group].astype(jnp.float32)
   weight -= 1 << (layout.bits - 1)
-  values = gather(size, steps * COLUMNS * 4 // size, 2 if layout.has_offsets else 1)
+  values = gather(size, layout.code_bytes // size, 2 if layout.has_offsets else 1)
   values = jax.lax.bitcast_convert_type(values, jnp.dtype(layout.scale_dtype)).astype(jnp.float32)
   weight = weight * values[..., :1] + values[..., 1:] if layout.has_offsets else weight * values
   return weight.reshape(*indices.shape, layout.inputs)

@@ -220,9 +220,13 @@ void multiply_groups(const Call& call, const groups::Layout& layout, int bits) {
   };
 #if defined(__AVX512F__)
   if (groups::Vnni::available())
-    return by(bits == 4 ? groups::multiply<groups::Vnni, 4, X, S, O> : groups::multiply<groups::Vnni, 8, X, S, O>);
+    return by(bits == 4   ? groups::multiply<groups::Vnni, 4, X, S, O>
+              : bits == 6 ? groups::multiply<groups::Vnni, 6, X, S, O>
+                          : groups::multiply<groups::Vnni, 8, X, S, O>);
 #endif
-  by(bits == 4 ? groups::multiply<groups::Halves, 4, X, S, O> : groups::multiply<groups::Pairs, 8, X, S, O>);
+  by(bits == 4   ? groups::multiply<groups::Halves, 4, X, S, O>
+     : bits == 6 ? groups::multiply<groups::Halves, 6, X, S, O>
+                 : groups::multiply<groups::Pairs, 8, X, S, O>);
 }
 
 ffi::Error invalid(const std::string& text) {
@@ -259,8 +263,8 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   if ((!narrow && x_type != ffi::F32) || (y_type != ffi::F32 && y_type != x_type))
     return invalid("x is not float32 or bfloat16, or the result neither like x nor float32");
   if (bits != 0) {
-    if ((bits != 4 && bits != 8) || w_type != ffi::U8 || num_groups < 1 || D % num_groups != 0)
-      return invalid("codes are not uint8 of 4 or 8 bits in groups that divide the inputs");
+    if ((bits != 4 && bits != 6 && bits != 8) || w_type != ffi::U8 || num_groups < 1 || D % num_groups != 0)
+      return invalid("codes are not uint8 of 4, 6 or 8 bits in groups that divide the inputs");
     const groups::Layout layout(D, num_groups, bits, halves, has_offsets);
     if ((layout.padded() != D && num_groups != 1) ||
         static_cast<int64_t>(w.element_count()) != blocks * layout.block_bytes())
@@ -334,7 +338,7 @@ extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N
   return false;
 }
 
-// Packs codes of 4 or 8 bits, a byte each or (code_size 4) eight of 4 bits in a word, with scales and offsets (or null) of
+// Packs codes of 4, 6 or 8 bits, a byte each or (code_size 4) eight of 4 bits in a word, with scales and offsets (or null) of
 // 2 or 4 bytes, for api.pack_groups. down, across: in codes or words.
 extern "C" void SluicePackGroups(const void* codes, int64_t bits, int64_t code_size, int64_t D, int64_t N, int64_t down,
                                  int64_t across, const char* scales, const char* offsets, int64_t num_groups,
@@ -343,8 +347,8 @@ extern "C" void SluicePackGroups(const void* codes, int64_t bits, int64_t code_s
   if (code_size == 4) {
     groups::pack_words(static_cast<const uint32_t*>(codes), N, down, across, scales, offsets, layout, to);
   } else {
-    (bits == 4 ? groups::pack<4> : groups::pack<8>)(static_cast<const uint8_t*>(codes), N, down, across, scales, offsets,
-                                                    layout, to);
+    const auto packs = bits == 4 ? groups::pack<4> : bits == 6 ? groups::pack<6> : groups::pack<8>;
+    packs(static_cast<const uint8_t*>(codes), N, down, across, scales, offsets, layout, to);
   }
 }
 

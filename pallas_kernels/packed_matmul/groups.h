@@ -1,4 +1,4 @@
-// Products of rows with weights of 4 or 8 bits that have a scale for each group of inputs. README.md has the arithmetic.
+// Products of rows with weights of 4, 6 or 8 bits that have a scale for each group of inputs. README.md has the arithmetic.
 //
 // A row becomes signed 8-bit integers, with a factor for each chunk of at most 128 inputs. Integers multiply integers
 // and the sums of a chunk are exact, so every instruction set gives the same ones. Sums of chunks are f32, in a fixed
@@ -6,7 +6,8 @@
 //
 // A weight is one stream of bytes for each block of 32 columns: for every group its codes, its scales and its offsets.
 // Codes lie as [inputs / 4, 32, 4] bytes, or for 4 bits as [inputs / 8, 32, 4], where the low halves are four inputs and
-// the high halves the next four.
+// the high halves the next four. For 6 bits they lie as [inputs / 16, 3, 32, 4]: twice the low four bits in this way, and
+// then the high two of all sixteen inputs, those of the first four in the lowest bits of a byte.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +26,9 @@ namespace groups {
 
 constexpr int64_t kLargestChunk = 128;  // inputs
 
+// Inputs of a step, whose codes lie together.
+constexpr int64_t step_inputs(int bits) { return bits == 4 ? 8 : bits == 6 ? 16 : 4; }
+
 // A weight's block of columns, and how a row's inputs are cut into chunks, each of one group. Zeros pad a single group to
 // whole bytes.
 struct Layout {
@@ -33,10 +37,10 @@ struct Layout {
   int64_t code_bytes, value_bytes, value_rows;  // of a group; value_rows: scales, or scales and offsets
 
   Layout(int64_t D, int64_t num_groups, int bits, bool halves, bool has_offsets) : inputs(D), num_groups(num_groups) {
-    const int64_t whole = bits == 4 ? 8 : 4;
+    const int64_t whole = step_inputs(bits), even = std::max<int64_t>(8, whole);
     group = (D / num_groups + whole - 1) / whole * whole;
     num_chunks = (group + kLargestChunk - 1) / kLargestChunk;
-    chunk = ((group + num_chunks - 1) / num_chunks + 7) / 8 * 8;
+    chunk = ((group + num_chunks - 1) / num_chunks + even - 1) / even * even;
     code_bytes = group * kColumns * bits / 8;
     value_bytes = kColumns * (halves ? 2 : 4);
     value_rows = has_offsets ? 2 : 1;
@@ -134,7 +138,7 @@ struct Vnni {
 #endif
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
-// Bytes in their order, for codes of 4 bits without VNNI: two products of at most 15 * 127 fit in 16 bits.
+// Bytes in their order, for codes of 4 and 6 bits without VNNI: two products of at most 63 * 127 fit in 16 bits.
 struct Halves {
   using Value = int8_t;
   static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2;
@@ -274,14 +278,27 @@ struct Rows {
   Rows from(int64_t row) const { return {values + row * stride, stride, chunks + row * num_chunks, num_chunks}; }
 };
 
+// Returns the codes of inputs 4 * kPart to 4 * kPart + 3 of a step, a byte each in every lane.
+template <int kBits, int kPart>
+inline __attribute__((always_inline)) IntVec codes_at(const uint8_t* step) {
+  constexpr int kLines = 4 * kColumns;  // bytes of a column's four codes, for all columns
+  if constexpr (kBits == 8) return load_ints(step);
+  const IntVec halves = load_ints(step + kPart / 2 * kLines);
+  const IntVec low = (kPart % 2 ? halves >> 4 : halves) & 0x0f0f0f0f;
+  if constexpr (kBits == 4) return low;
+  const IntVec all = load_ints(step + 2 * kLines);
+  const IntVec high = kPart == 0 ? all << 4 : kPart == 1 ? all << 2 : kPart == 2 ? all : all >> 2;
+  return low | (high & 0x30303030);
+}
+
 // y[R, V vectors from column `first`] = rows times those columns of a block. S: of scales and offsets, float or the bits
 // of a float16.
 template <typename Way, int kBits, int R, int V, typename S>
 void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
                    float (*y)[kColumns], Ahead& state) {
   Ahead ahead = state;
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4, kBytes = 4 * kColumns, kNear = 3 << 10;
-  constexpr int kLevel = kBits == 4 ? 3 : 2;  // docs/decisions/packed-matmul.md, 2026-11-26
+  constexpr int64_t kStep = step_inputs(kBits), kBytes = kStep * kColumns * kBits / 8, kNear = 3 << 10;
+  constexpr int kLevel = kBits == 8 ? 2 : 3;  // docs/decisions/packed-matmul.md, 2026-11-26
   const auto* values = rows.values;
   Vec sums[R][V];
 #pragma GCC unroll 16
@@ -302,23 +319,22 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
       const int64_t steps = std::min(layout.chunk, layout.group - begin) / kStep;
       for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
         ahead.prefetch<kNear, kLevel>(w, kBytes);
-        IntVec low[V], high[V];
+        const auto add_part = [&](auto part) __attribute__((always_inline)) {
+          IntVec codes[V];
 #pragma GCC unroll 8
-        for (int j = 0; j < V; ++j) {
-          const IntVec codes = load_ints(w + j * 4 * kLanes);
-          low[j] = kBits == 4 ? codes & 0x0f0f0f0f : codes;
-          high[j] = (codes >> 4) & 0x0f0f0f0f;
-        }
+          for (int j = 0; j < V; ++j) codes[j] = codes_at<kBits, part>(w + j * 4 * kLanes);
 #pragma GCC unroll 16
-        for (int m = 0; m < R; ++m) {
-          const auto four = Way::values_at(values + m * rows.stride);
+          for (int m = 0; m < R; ++m) {
+            const auto four = Way::values_at(values + m * rows.stride + 4 * part);
 #pragma GCC unroll 8
-          for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], low[j], four);
-          if constexpr (kBits == 4) {
-            const auto next = Way::values_at(values + m * rows.stride + 4);
-#pragma GCC unroll 8
-            for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], high[j], next);
+            for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], codes[j], four);
           }
+        };
+        add_part(std::integral_constant<int, 0>());
+        if constexpr (kBits != 8) add_part(std::integral_constant<int, 1>());
+        if constexpr (kBits == 6) {
+          add_part(std::integral_constant<int, 2>());
+          add_part(std::integral_constant<int, 3>());
         }
       }
       const auto add_dots = [&](auto has_offsets) __attribute__((always_inline)) {
@@ -369,16 +385,44 @@ void multiply_tiles(int count, const Rows<Way>& rows, const Layout& layout, cons
   }
 }
 
+// Writes a block of codes of 6 bits as one of 8, with the same scales. `wide`: the layout of `to`.
+inline void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide, uint8_t* to) {
+  constexpr int64_t kLines = 4 * kColumns, kStepBytes = 3 * kLines;
+  const int64_t value_bytes = layout.value_rows * layout.value_bytes;
+  for (int64_t g = 0; g < layout.num_groups; ++g) {
+    for (int64_t k = 0; k < layout.code_bytes; k += kStepBytes, block += kStepBytes, to += 4 * kLines) {
+      for (int64_t i = 0; i < kLines; i += 4 * kLanes) {
+        const IntVec parts[] = {codes_at<6, 0>(block + i), codes_at<6, 1>(block + i), codes_at<6, 2>(block + i),
+                                codes_at<6, 3>(block + i)};
+        for (int part = 0; part < 4; ++part) std::memcpy(to + part * kLines + i, &parts[part], sizeof parts[part]);
+      }
+    }
+    std::memcpy(to, block, static_cast<size_t>(value_bytes));
+    block += value_bytes;
+    to += value_bytes;
+  }
+}
+
 // Multiplies `count` rows by one block of columns, of which `columns` are in use. y, residual: of the first row, with N
-// numbers from row to row.
+// numbers from row to row. next, lines: the thread's next block, for several tiles to prefetch, and its cache lines.
 template <typename Way, int kBits, typename S, typename O>
 void multiply_block(const Rows<Way>& rows, int64_t count, const Layout& layout, const uint8_t* block, int64_t columns,
-                    const O* residual, O* y, int64_t N) {
+                    const O* residual, O* y, int64_t N, const uint8_t* next, int64_t lines) {
   // Tiles of even size: 8 rows become 4 and 4, not 6 and 2.
   const int64_t tiles = (count + Way::kRows - 1) / Way::kRows, of_tile = (count + tiles - 1) / tiles;
-  const int64_t passes = kColumns / (Way::kVectors * kLanes), lines = layout.block_bytes() / kLine;
-  const int64_t terms = tiles * passes * (layout.padded() / (kBits == 4 ? 8 : 4) + layout.num_groups);
-  Ahead ahead{tiles == 1, reinterpret_cast<const char*>(block + layout.block_bytes()), tiles == 1 ? 0 : lines, terms};
+  const int64_t passes = kColumns / (Way::kVectors * kLanes);
+  if constexpr (kBits == 6) {
+    if (tiles > 1) {  // each would take the codes apart again
+      Layout wide = layout;
+      wide.code_bytes = layout.group * kColumns;
+      static thread_local std::vector<uint8_t> codes;
+      codes.resize(wide.block_bytes());
+      widen_block(layout, block, wide, codes.data());
+      return multiply_block<Way, 8, S, O>(rows, count, wide, codes.data(), columns, residual, y, N, next, lines);
+    }
+  }
+  const int64_t terms = tiles * passes * (layout.padded() / step_inputs(kBits) + layout.num_groups);
+  Ahead ahead{tiles == 1, reinterpret_cast<const char*>(next), tiles == 1 ? 0 : lines, terms};
   float result[Way::kRows][kColumns];
   for (int64_t first = 0; first < count; first += of_tile) {
     const int some = static_cast<int>(std::min(of_tile, count - first));
@@ -416,10 +460,11 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
   };
   const auto product = [=](int64_t block, int64_t begin, int64_t count) {
     const int64_t at = begin * N + block * kColumns;
+    const int64_t bytes = layout.block_bytes();
     multiply_block<Way, kBits, S, O>(Rows<Way>{values, stride, chunks, layout.chunks()}.from(begin), count, layout,
-                                     weight + block * layout.block_bytes(),
-                                     std::min<int64_t>(kColumns, N - block * kColumns),
-                                     residual ? residual + at : nullptr, y + at, N);
+                                     weight + block * bytes, std::min<int64_t>(kColumns, N - block * kColumns),
+                                     residual ? residual + at : nullptr, y + at, N, weight + (block + 1) * bytes,
+                                     bytes / kLine);
   };
   spread_blocks(threads, M, blocks, Way::kRows, true, worth_it, prepare, product);
 }
@@ -428,12 +473,23 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
 template <int kBits>
 inline __attribute__((always_inline)) void pack_step(const uint8_t* from, int64_t down, int64_t across, int64_t count,
                                                      int64_t columns, uint8_t* to) {
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4;
+  constexpr int64_t kStep = step_inputs(kBits), kLines = 4 * kColumns;
   for (int64_t j = 0; j < columns; ++j) {
     uint8_t codes[kStep] = {};
     for (int64_t i = 0; i < count; ++i) codes[i] = from[i * down + j * across];
-    for (int64_t i = 0; i < 4; ++i)
-      to[4 * j + i] = kBits == 4 ? static_cast<uint8_t>(codes[i] | codes[(i + 4) % kStep] << 4) : codes[i];
+    for (int64_t i = 0; i < 4; ++i) {
+      uint8_t* at = to + 4 * j + i;
+      if constexpr (kBits == 8) {
+        *at = codes[i];
+      } else if constexpr (kBits == 4) {
+        *at = static_cast<uint8_t>(codes[i] | codes[i + 4] << 4);
+      } else {
+        const uint8_t own[] = {codes[i], codes[i + 4], codes[i + 8], codes[i + 12]};
+        at[0] = static_cast<uint8_t>((own[0] & 15) | own[1] << 4);
+        at[kLines] = static_cast<uint8_t>((own[2] & 15) | own[3] << 4);
+        at[2 * kLines] = static_cast<uint8_t>(own[0] >> 4 | (own[1] & 48) >> 2 | (own[2] & 48) | (own[3] & 48) << 2);
+      }
+    }
   }
 }
 
@@ -449,17 +505,17 @@ inline int64_t pack_values(const char* scales, const char* offsets, int64_t firs
   return done;
 }
 
-// Packs codes [D, N] of 8 or 4 bits, with strides `down` along D and `across` along N, and scales and offsets (or null)
+// Packs codes [D, N] of 8, 6 or 4 bits, with strides `down` along D and `across` along N, and scales and offsets (or null)
 // [groups, N]. Leaves the last block's columns beyond N alone.
 template <int kBits>
 void pack(const uint8_t* from, int64_t N, int64_t down, int64_t across, const char* scales, const char* offsets,
           const Layout& layout, uint8_t* to) {
-  constexpr int64_t kStep = kBits == 4 ? 8 : 4;
+  constexpr int64_t kStep = step_inputs(kBits);
   const int64_t size = layout.value_bytes / kColumns, steps = layout.group / kStep;
   for (int64_t n = 0; n < N; n += kColumns) {
     const int64_t columns = std::min<int64_t>(kColumns, N - n);
     for (int64_t g = 0; g < layout.num_groups; ++g) {
-      for (int64_t k = 0; k < steps; ++k, to += 4 * kColumns) {
+      for (int64_t k = 0; k < steps; ++k, to += kStep * kColumns * kBits / 8) {
         const int64_t d = g * layout.group + k * kStep, count = std::min(kStep, layout.inputs - d);
         const uint8_t* at = from + d * down + n * across;
         if (count == kStep && columns == kColumns && across == 1) {  // known at compile time, for vectors

@@ -26,7 +26,7 @@ FORMS = {  # bits, inputs a scale (0: all), offsets, dtype of scales
   "int8_zeros_bf16": (8, 32, True, "float32"),
   "w8a8_output": (8, 0, False, "float32"),
   "w8a8_tensor": (8, 0, False, "float32"),
-  "mxfp4": (8, 32, False, "float16"),
+  "mxfp4": (6, 32, False, "float16"),
   "awq_32": (4, 32, True, "float16"),
   "gptq_4_sym_32": (4, 32, False, "float16"),
   "gptq_4_asym_32": (4, 32, True, "float16"),

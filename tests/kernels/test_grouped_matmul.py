@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bits by group: the bits of the reference, in any batch, on every instruction set."""
+"""Products with weights of 4, 6 and 8 bits by group: the reference's bits, in any batch, on every instruction set."""
 
 from collections.abc import Callable
 import dataclasses
@@ -63,13 +63,13 @@ def check_product(x: np.ndarray, weight: GroupedWeight) -> None:
   assert (np.abs(found - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 25, 70])
 def test_any_number_of_rows(rows: int, bits: int) -> None:
   check_product(make_rows(rows, 192), make_weight(192, 70, bits, groups=3))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(
   ("inputs", "outputs", "groups", "dtype"),
@@ -85,17 +85,19 @@ def test_any_number_of_rows(rows: int, bits: int) -> None:
   ],
 )
 def test_any_matrix(inputs: int, outputs: int, groups: int, dtype: str, bits: int, offsets: bool) -> None:
+  if bits == 6 and groups > 1:
+    groups = min(groups, inputs // 16)  # a group has a multiple of 16 inputs
   check_product(make_rows(5, inputs), make_weight(inputs, outputs, bits, groups, offsets, dtype))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_threads(bits: int) -> None:
   """Large enough to be spread: runs of several blocks and a last one that is not full; and parts of the rows."""
   check_product(make_rows(30, 256), make_weight(256, 2050, bits, 8, offsets=True))
   check_product(make_rows(131, 256), make_weight(256, 300, bits))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_a_row_has_the_same_bits_in_any_batch(bits: int) -> None:
   x, weight = make_rows(100, 320), make_weight(320, 300, bits, 5, offsets=True)
   whole = multiply(x, weight)
@@ -104,7 +106,7 @@ def test_a_row_has_the_same_bits_in_any_batch(bits: int) -> None:
     np.testing.assert_array_equal(multiply(x[rows], weight), whole[rows])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("code", ["least", "greatest", "both"])
 def test_the_greatest_sums_do_not_saturate(code: str, bits: int) -> None:
   """Every product has the greatest magnitude; a sum of pairs would pass 16 bits, and sums of chunks fit in 32."""
@@ -144,7 +146,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_norm_gate_and_residual_are_those_of_the_plain_kernel(bits: int, dtype: str) -> None:
   """What comes before has the bits of a matmul by the unit matrix, and the rest is the product alone."""
   rows, inputs, outputs = 13, 160, 72
@@ -169,7 +171,7 @@ def test_norm_gate_and_residual_are_those_of_the_plain_kernel(bits: int, dtype: 
   np.testing.assert_array_equal(one[0], found[-1])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_rows_behind_those_in_use_are_left_out(bits: int) -> None:
   x, weight = make_rows(30, 128), make_weight(128, 70, bits, 4)
   for used in (0, 1, 29, 30):
@@ -182,7 +184,7 @@ def test_rows_behind_those_in_use_are_left_out(bits: int) -> None:
 
 
 def test_leading_dimensions_and_columns_by_index() -> None:
-  for bits, offsets, dtype in ((4, True, "float16"), (8, False, "float32")):
+  for bits, offsets, dtype in ((4, True, "float16"), (6, True, "float16"), (8, False, "float32")):
     x, weight = make_rows(6, 96), make_weight(96, 50, bits, 3, offsets, dtype)
     flat = multiply(x, weight)
     np.testing.assert_array_equal(multiply(x.reshape(2, 3, 96), weight), flat.reshape(2, 3, 50))
@@ -191,17 +193,25 @@ def test_leading_dimensions_and_columns_by_index() -> None:
     np.testing.assert_allclose(found, weight.dequantize().T[np.asarray(indices)], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize(("inputs", "outputs", "groups"), [(1, 1, 1), (17, 33, 1), (48, 31, 3), (256, 100, 2)])
 def test_any_view_is_packed(inputs: int, outputs: int, groups: int, bits: int) -> None:
-  """Input d of a group lies in step d // 4, or d // 8 with the next four in the upper halves; padding is zeros."""
-  weight, step = make_weight(inputs, outputs, bits, groups, offsets=True), 8 if bits == 4 else 4
+  """Input d of a group lies in step d // 4, or d // 8 with the next four in the upper halves; padding is zeros.
+
+  At 6 bits, two such steps precede the high bits of their inputs.
+  """
+  weight, step = make_weight(inputs, outputs, bits, groups, offsets=True), {4: 8, 6: 16, 8: 4}[bits]
   blocks, steps = -(-outputs // 32), -(-inputs // groups // step)
   padding = ((0, 0), (0, steps * step - inputs // groups), (0, blocks * 32 - outputs))
   codes = np.pad(weight.codes.reshape(groups, -1, outputs), padding)
   if bits == 4:
     halves = codes.reshape(groups, steps, 2, 4, blocks, 32)
     placed = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(3, 0, 1, 4, 2)
+  elif bits == 6:
+    fours = codes.reshape(groups, steps, 4, 4, blocks, 32)
+    low = [fours[:, :, part] & 15 | (fours[:, :, part + 1] & 15) << 4 for part in (0, 2)]
+    high = sum(fours[:, :, part] >> 4 << 2 * part for part in range(4))
+    placed = np.stack([*low, high], axis=2).transpose(4, 0, 1, 2, 5, 3)  # [blocks, groups, steps, 3, 32, 4]
   else:
     placed = codes.reshape(groups, steps, 4, blocks, 32).transpose(3, 0, 1, 4, 2)
   assert weight.offsets is not None
@@ -235,6 +245,8 @@ def test_words_pack_like_bytes(groups: int, outputs: int, offsets: bool) -> None
 def test_chunks_are_even_parts_of_groups() -> None:
   for group, chunk in ((32, 32), (128, 128), (256, 128), (768, 128), (288, 96), (404, 104), (132, 72), (2052, 128)):
     assert api.GroupLayout(group, 8).chunk == chunk
+  for group, chunk in ((16, 16), (128, 128), (208, 112), (404, 112)):
+    assert api.GroupLayout(group, 6).chunk == chunk
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -248,7 +260,7 @@ def test_what_does_not_fit_is_named() -> None:
     api.grouped_matmul(x[:, :95], packed, 50, layout)
   with pytest.raises(ValueError, match=r"residual float32\[2, 49\]"):
     api.grouped_matmul(x, packed, 50, layout, residual=jnp.zeros((2, 49)))
-  with pytest.raises(ValueError, match="codes of 3 bits; supported are 4 and 8"):
+  with pytest.raises(ValueError, match="codes of 3 bits; supported are 4, 6 and 8"):
     api.pack_groups(weight.codes, weight.scales, None, 3)
   with pytest.raises(ValueError, match=r"codes are int8\[96, 50\]; they must be uint8"):
     api.pack_groups(weight.codes.astype(np.int8), weight.scales, None, 4)
@@ -262,6 +274,8 @@ def test_what_does_not_fit_is_named() -> None:
     api.GroupLayout(96, 4, 5)
   with pytest.raises(ValueError, match=r"groups of 12 inputs at 4 bits; groups must be multiples of 8 inputs, or a"):
     api.GroupLayout(96, 4, 8)
+  with pytest.raises(ValueError, match=r"groups of 24 inputs at 6 bits; groups must be multiples of 16 inputs, or a"):
+    api.GroupLayout(96, 6, 4)
 
 
 # --- Another way to multiply, and seeded bugs -------------------------------------------------------------------------
@@ -279,7 +293,7 @@ def check_all(bits: int) -> None:
 def test_a_processor_without_vnni_gives_the_same_bits(with_bug: Callable[..., None]) -> None:
   """This also shows that the checks of the seeded bugs pass without one."""
   with_bug("packed_matmul", _NO_VNNI)
-  for bits in (4, 8):
+  for bits in (4, 6, 8):
     check_all(bits)
 
 
@@ -293,11 +307,12 @@ _BUGS = {
     "(block + layout.code_bytes)",
   ),
   "scales_instead_of_offsets": ("load_value(scales + kColumns + j * kLanes)", "load_value(scales + j * kLanes)"),
-  "values_of_another_row": ("values_at(values + m * rows.stride);", "values_at(values);"),
-  "upper_halves_left_out": ("dots[m][j] = Way::add(dots[m][j], high[j], next);", ";"),
+  "values_of_another_row": ("values_at(values + m * rows.stride + 4 * part);", "values_at(values + 4 * part);"),
+  "upper_halves_left_out": ("if constexpr (kBits != 8) add_part(", "if constexpr (kBits == 6) add_part("),
+  "bits_of_other_inputs": ("kPart == 1 ? all << 2 : kPart == 2 ? all", "kPart == 1 ? all : kPart == 2 ? all << 2"),
   "last_chunk_too_long": ("std::min(layout.chunk, layout.group - begin) / kStep", "layout.chunk / kStep"),
   "inverse_of_another_factor": ("inverse = 127.0f / magnitude", "inverse = 126.0f / magnitude"),
-  "wrong_block_of_columns": ("weight + block * layout.block_bytes()", "weight"),
+  "wrong_block_of_columns": ("weight + block * bytes,", "weight,"),
 }
 
 
@@ -306,5 +321,5 @@ _BUGS = {
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
   with_bug("packed_matmul", _BUGS[name])
   with pytest.raises(AssertionError):
-    for bits in (4, 8):
+    for bits in (4, 6, 8):
       check_all(bits)

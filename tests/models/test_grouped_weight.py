@@ -51,7 +51,9 @@ def test_smaller_groups_and_more_bits_are_the_same_weight():
   codes, scales = rng.integers(0, 16, (64, 6), np.uint8), rng.random((2, 6), np.float32)
   held = GroupedWeight(codes, scales, 4, offsets=rng.random((2, 6), np.float32))
   np.testing.assert_array_equal(held.regroup(16).dequantize(), held.dequantize())
-  np.testing.assert_array_equal(held.widen().dequantize(), held.dequantize())
+  for bits in (6, 8):
+    np.testing.assert_array_equal(held.widen(bits).dequantize(), held.dequantize())
+  np.testing.assert_array_equal(held.widen(6).widen(8).codes, held.widen(8).codes)
 
 
 def test_a_parameter_of_several_tensors_has_their_weights_in_their_places():
@@ -62,7 +64,7 @@ def test_a_parameter_of_several_tensors_has_their_weights_in_their_places():
     held, whole = [], {}
     for number, piece in enumerate(pieces):  # unlike in bits and groups, as in GGUF's Q4_K_M
       tensor = rng.standard_normal(piece.shape, np.float32)
-      weight = quantize_by_group(tensor.T, 1, 8 if number == 2 else 4, 16 if number else 32)
+      weight = quantize_by_group(tensor.T, 1, 6 if number == 2 else 4, 16 if number else 32)
       held.append((piece, weight))
       whole[piece.name] = weight.dequantize().T
     num_inputs = 3 if name.endswith("attention.out") else 1
@@ -89,7 +91,7 @@ def test_words_are_the_weight_of_their_codes(shape, num_inputs):
   for view in (words, np.ascontiguousarray(words)):
     held = GroupedWeight(view, scales, 4, num_inputs, scales[::-1])
     assert (held.shape, held.inputs, held.group, held.outputs) == (shape, 64, 32, shape[num_inputs:])
-    for same in (held, held.unpack(), held.widen(), held.regroup(8)):
+    for same in (held, held.unpack(), held.widen(8), held.regroup(8)):
       np.testing.assert_array_equal(same.dequantize(), plain.regroup(same.group).dequantize())
     np.testing.assert_array_equal(held.pair_codes(), plain.pair_codes())
     first = slice(32, 64) if num_inputs == 1 else slice(2, 4)  # the second group

@@ -201,8 +201,7 @@ def test_what_the_host_holds_comes_out_in_memory_of_its_own():
       assert not np.shares_memory(np.asarray(value), table)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("bits, groups", [(4, 1), (4, 3), (6, 1), (8, 1), (8, 3)])
 @pytest.mark.parametrize("num_inputs", [1, 2])
 @pytest.mark.parametrize("layout", [{}, {"flat": True}, {"packed": True}], ids=["xla", "flat", "packed"])
 def test_a_checkpoints_codes_are_multiplied_as_they_are(bits, groups, num_inputs, layout):

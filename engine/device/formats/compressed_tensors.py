@@ -171,8 +171,8 @@ def _open_int8(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) 
   return layer.quantized(8, group, scales, not is_symmetric, decode, *SUFFIXES)
 
 
-# The integers 2 * value of e2m1's sixteen codes, as codes whose zero is 128.
-_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8).view(np.uint8) ^ np.uint8(128)
+# The integers 2 * value of e2m1's sixteen codes, as codes of 6 bits, whose zero is 32.
+_E2M1 = (32 + np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)).view(np.uint8)
 
 
 def _open_mxfp4(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors) -> QuantizedTensor:
@@ -189,9 +189,9 @@ def _open_mxfp4(file: pathlib.Path, config: dict[str, Any], layer: LayerTensors)
     )
 
   def decode() -> GroupedWeight:
-    return GroupedWeight(decode_e2m1(packed.map()).T, scales.T, 8, 1)
+    return GroupedWeight(decode_e2m1(packed.map()).T, scales.T, 6, 1)
 
-  return layer.quantized(8, 32, scales, False, decode, *SUFFIXES)
+  return layer.quantized(6, 32, scales, False, decode, *SUFFIXES)
 
 
 def halved_powers(exponents: np.ndarray) -> np.ndarray:
@@ -201,7 +201,7 @@ def halved_powers(exponents: np.ndarray) -> np.ndarray:
 
 
 def decode_e2m1(packed: np.ndarray) -> np.ndarray:
-  """uint8[..., K / 2] -> the codes of twice the values, uint8[..., K], whose zero is 128."""
+  """uint8[..., K / 2] -> the codes of twice the values, uint8[..., K], whose zero is 32."""
   return _E2M1[unpack_nibbles(packed)]
 
 

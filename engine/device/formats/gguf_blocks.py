@@ -1,7 +1,7 @@
 """Decodes GGUF's blocks to codes, scales and offsets. May not know files or names.
 
 The layouts are those of ggml-quants.c. Blocks lie along a row, so a row of bytes becomes a row of codes. Types of 5 and
-6 bits take codes of 8, whose zero lies in the middle of their range.
+6 bits, and MXFP4, take codes of 6, whose zero lies in the middle of their range.
 """
 
 from collections.abc import Callable
@@ -92,13 +92,13 @@ def _fifth_bits(packed: np.ndarray) -> np.ndarray:
 
 def _decode_q5_0(blocks: np.ndarray) -> Decoded:
   codes = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-  return codes + np.uint8(112), _half(blocks, 0), None
+  return codes + np.uint8(16), _half(blocks, 0), None
 
 
 def _decode_q5_1(blocks: np.ndarray) -> Decoded:
   codes = _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
   scale, least = _half(blocks, 0), _half(blocks, 2).astype(np.float32)
-  return codes + np.uint8(112), scale, least + 16 * scale.astype(np.float32)
+  return codes + np.uint8(16), scale, least + 16 * scale.astype(np.float32)
 
 
 def _decode_q8_0(blocks: np.ndarray) -> Decoded:
@@ -127,7 +127,7 @@ def _decode_q5_k(blocks: np.ndarray) -> Decoded:
     for word in range(4):
       code = _bits(low[:, group // 2 * 4 + word], group % 2 * 4, 15)
       code |= _bits(fifth[:, word], group, 1) << np.uint64(4)
-      np.add(code, _each(112), out=codes[:, group, word])
+      np.add(code, _each(16), out=codes[:, group, word])
   return codes.view(np.uint8).reshape(-1, 256), *_k_scales(blocks, 16)
 
 
@@ -139,7 +139,7 @@ def _decode_q6_k(blocks: np.ndarray) -> Decoded:
     for word in range(4):
       code = _bits(low[:, half * 8 + quarter % 2 * 4 + word], quarter // 2 * 4, 15)
       code |= _bits(high[:, half * 4 + word], quarter * 2, 3) << np.uint64(4)
-      np.add(code, _each(96), out=codes[:, group, word])
+      codes[:, group, word] = code
   factors = blocks[:, 192:208].view(np.int8).astype(np.float32)
   return codes.view(np.uint8).reshape(-1, 256), _half(blocks, 208).astype(np.float32) * factors, None
 
@@ -152,11 +152,11 @@ def _decode_mxfp4(blocks: np.ndarray) -> Decoded:
 BLOCK_TYPES: dict[str, BlockType] = {
   "Q4_0": BlockType(4, 32, False, _decode_q4_0),
   "Q4_1": BlockType(4, 32, True, _decode_q4_1),
-  "Q5_0": BlockType(8, 32, False, _decode_q5_0),
-  "Q5_1": BlockType(8, 32, True, _decode_q5_1),
+  "Q5_0": BlockType(6, 32, False, _decode_q5_0),
+  "Q5_1": BlockType(6, 32, True, _decode_q5_1),
   "Q8_0": BlockType(8, 32, False, _decode_q8_0),
   "Q4_K": BlockType(4, 32, True, _decode_q4_k),
-  "Q5_K": BlockType(8, 32, True, _decode_q5_k),
-  "Q6_K": BlockType(8, 16, False, _decode_q6_k),
-  "MXFP4": BlockType(8, 32, False, _decode_mxfp4, "float32"),
+  "Q5_K": BlockType(6, 32, True, _decode_q5_k),
+  "Q6_K": BlockType(6, 16, False, _decode_q6_k),
+  "MXFP4": BlockType(6, 32, False, _decode_mxfp4, "float32"),
 }
