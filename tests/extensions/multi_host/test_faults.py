@@ -75,7 +75,7 @@ def test_a_follower_that_is_stopped_drains_the_cluster(cluster: Cluster):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_follower_ends_all_and_a_restart_serves(cluster: Cluster, number: signal.Signals):
-  cluster.start_all()
+  cluster.start_all("--overlap=false")
   text = cluster.complete()
   stream = Stream(cluster)
   began = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_lost_follower_ends_all_and_a_restart_serves(cluster: Cluster, number:
   assert "error: host 1 of 2 is lost" in cluster.log(0)
   cluster.send_signal(1, signal.SIGCONT)
   assert cluster.hosts[1].wait(60) in ({-signal.SIGKILL} if number == signal.SIGKILL else LOST)
-  cluster.start_all()
+  cluster.start_all("--overlap=false")
   assert cluster.complete() == text
 
 

@@ -110,7 +110,7 @@ def test_each_breach_is_a_fault(streams: InventedStreams, codes: tuple[int | Non
 
 
 def test_a_restart_that_takes_longer_than_a_start_is_a_fault():
-  found = lose((1, -signal.SIGKILL), InventedStreams(Verdict.ERROR), HostFault.KILL, 1, restart_s=4.1)
+  found = lose((1, -signal.SIGKILL), InventedStreams(Verdict.ERROR), HostFault.KILL, 1, restart_s=4.5)
   assert found.faults == ["a restart takes what a start takes"]
 
 
