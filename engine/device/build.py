@@ -287,7 +287,7 @@ def build_side(
   if slowness:
     matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slowness}"
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
-  if checkpoint.label and options.quantization != "auto":
+  if options.quantization != "auto" and not checkpoint.is_requantizable:
     raise ConfigError(
       f"quantization={options.quantization}: {options.model_dir:.200} holds {checkpoint.label} weights already; set "
       "--quantization=auto, or --model to plain weights"
@@ -295,7 +295,9 @@ def build_side(
   if checkpoint.has_codes and not (form.packed or form.flat):
     slow = f"every step converts {checkpoint.label} weights, which saves memory but no time"
     matmul_reason = f"{matmul_reason or 'matmul=xla'}; {slow}"
-  quantization = checkpoint.label or ("none" if options.quantization == "auto" else options.quantization)
+  quantization = options.quantization
+  if quantization in ("auto", "none"):
+    quantization = checkpoint.label or "none"
   declared = checkpoint.declared
   model = declared.config
   if not model.has_token_head:

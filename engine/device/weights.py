@@ -72,6 +72,7 @@ class Checkpoint:
     stored_dtypes: JAX names of the weights' dtypes in the folder, sorted; () for random weights.
     num_parameters: number of parameters of the plain model.
     label: what a folder of low-precision weights holds; "" for another.
+    is_requantizable: whether all its matrices become plain ones, which may take any other form.
     has_codes: whether it holds matrices of codes by group, which only the packed matmul multiplies as they are.
     load: reads the weights to their shardings and calls its optional argument with the bytes loaded so far. Besides the
       parameters it needs host memory for about one tensor (Hugging Face) or one gibibyte (Orbax). Raises
@@ -84,6 +85,7 @@ class Checkpoint:
   num_parameters: int
   load: Callable[..., LoadedModel]
   label: str = ""
+  is_requantizable: bool = True
   has_codes: bool = False
 
 
@@ -101,8 +103,8 @@ def open_checkpoint(
     path: the folder.
     mesh: result of engine.device.mesh.make_mesh.
     dtype: dtype of the parameters on the device, bfloat16, float16 or float32; the file's may differ.
-    form: representation of matrices; those of a low-precision folder have their own. The loader converts each matrix
-      before it reads the next (Sluice folder: after all).
+    form: representation of matrices; those of a low-precision folder have their own, unless all become plain. The
+      loader converts each matrix before it reads the next (Sluice folder: after all).
     random_weights: generates fixed random weights on the devices; reads only config.json.
     num_token_ids: ids of the tokenizer; 0: there is no tokenizer.
 
@@ -157,7 +159,8 @@ def open_checkpoint(
   is_shared = split.num_devices > 1
   form = dataclasses.replace(form, axis=AXIS if is_shared else "")
   if source is not None:
-    form = dataclasses.replace(form, matrix=PLAIN_MATRIX, forms=tuple(source.forms.items()))
+    if source.forms:
+      form = dataclasses.replace(form, matrix=PLAIN_MATRIX, forms=tuple(source.forms.items()))
     if not split.is_exact:
       raise ConfigError(
         f"num_devices={split.num_devices}: {folder} holds {source.label} weights, parts of which so many devices would "
@@ -250,6 +253,7 @@ def open_checkpoint(
     num_parameters,
     load,
     label="" if source is None else source.label,
+    is_requantizable=source is None or not source.forms,
     has_codes=source is not None and any(own.kind == "grouped" for own in source.forms.values()),
   )
 

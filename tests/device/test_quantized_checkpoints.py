@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from engine.device.formats.gguf_folder import open_gguf
 from engine.device.formats.quantized_source import QuantizedSource, open_quantized
 from engine.device.mesh import make_mesh
 from engine.device.safetensors_file import read_header
-from engine.device.weights import open_checkpoint, parameter_name
+from engine.device.weights import Checkpoint, open_checkpoint, parameter_name
 from models.fp8_weight import Fp8Weight
 from models.grouped_weight import GroupedWeight
 from models.quantize import E4M3
@@ -103,8 +104,34 @@ def test_blocks_of_e4m3_become_plain_and_say_so(tmp_path):
   assert "13 others: e4m3 with a scale for each block of 96x128 becomes plain weights of --dtype" in warning
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8", "w8a8 packed"])
+def test_blocks_of_e4m3_are_quantized_like_plain_weights(tmp_path, kind):
+  """As with the dequantized weights in a folder of their own, bit for bit."""
+  packed = kind.endswith("packed")
+  matrix = MatrixForm("grouped", 8, scale_dtype="float32") if packed else MatrixForm(kind)
+  form = WeightForm(packed=packed, matrix=matrix, keeps_fp8=kind == "fp8")
+  quantized, plain = (load(folder, form)[1] for folder in write_pair(tmp_path, RAW, *FORMATS["fp8"]))
+  leaves = jax.tree.leaves(quantized)
+  assert any(leaf.dtype in (jnp.int8, jnp.uint8, E4M3) for leaf in leaves)
+  for found, expected in zip(leaves, jax.tree.leaves(plain), strict=True):
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+  "name, keeps_fp8, may", [("fp8", True, True), ("fp8 tensor", True, False), ("awq", False, False)]
+)
+def test_only_weights_that_become_plain_may_be_quantized(tmp_path, name, keeps_fp8, may):
+  folder, _ = write_pair(tmp_path, RAW, *FORMATS[name])
+  form = WeightForm(keeps_fp8=keeps_fp8, matrix=MatrixForm("int8"))
+  assert open_folder(folder, form).is_requantizable == may
+
+
+def open_folder(folder: pathlib.Path, form: WeightForm) -> Checkpoint:
+  return open_checkpoint(str(folder), make_mesh(jax.devices()[:1]), "float32", form)
+
+
 def load(folder: pathlib.Path, form: WeightForm) -> tuple[Any, Any]:
-  model = open_checkpoint(str(folder), make_mesh(jax.devices()[:1]), "float32", form).load()
+  model = open_folder(folder, form).load()
   return model.graphdef, model.params
 
 

@@ -133,8 +133,8 @@ def make_source(
     rows, columns = widened[0].block
     warnings.append(
       f"{widened[0].file}: tensor {widened[0].name}{_others(widened)}: e4m3 with a scale for each block of {rows}x"
-      f"{columns} becomes plain weights of --dtype, because no product here takes scales inside of its sum; a "
-      "checkpoint with a scale an output or tensor stays fp8"
+      f"{columns} becomes plain weights of --dtype, because no product here takes scales inside of its sum; "
+      "--quantization=fp8 rounds them to e4m3 again, with a scale an output; a checkpoint with such scales stays fp8"
     )
   return QuantizedSource(
     label=_label(kind, quantized, forms),
