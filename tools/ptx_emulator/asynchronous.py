@@ -19,7 +19,7 @@ from tools.ptx_emulator.block import (
   Warp,
 )
 from tools.ptx_emulator.clocks import Knowledge
-from tools.ptx_emulator.floats import bf16_to_f32
+from tools.ptx_emulator.floats import bf16_to_f32, f16_to_f32
 from tools.ptx_emulator.matrix import MatrixDescriptor, accumulator_places, operand_places
 from tools.ptx_emulator.memory import AccessError, Buffer
 from tools.ptx_emulator.operations import (
@@ -516,8 +516,12 @@ def _multiply(context: Context, instruction: PtxInstruction) -> Body:
 
 def _multiply_async(context: Context, instruction: PtxInstruction) -> Body:
   shape, *kinds = instruction.name[4:]
-  if instruction.name[:4] != ("wgmma", "mma_async", "sync", "aligned") or kinds != ["f32", "bf16", "bf16"]:
+  if instruction.name[:4] != ("wgmma", "mma_async", "sync", "aligned") or kinds not in (
+    ["f32", "bf16", "bf16"],
+    ["f32", "f16", "f16"],
+  ):
     raise unknown_instruction(instruction)
+  widen = bf16_to_f32 if kinds[1] == "bf16" else f16_to_f32
   columns = int(shape.removeprefix("m64n").removesuffix("k16"))
   if shape != f"m64n{columns}k16" or columns % 8:
     raise unknown_instruction(instruction)
@@ -566,15 +570,15 @@ def _multiply_async(context: Context, instruction: PtxInstruction) -> Body:
 
     def multiply() -> None:
       data = block.shared.data
-      b = bf16_to_f32(data[b_offsets].view(np.uint16).reshape(columns, 16))
+      b = widen(data[b_offsets].view(np.uint16).reshape(columns, 16))
       if a_offsets is not None:
-        a = bf16_to_f32(data[a_offsets].view(np.uint16).reshape(64, 16))
+        a = widen(data[a_offsets].view(np.uint16).reshape(64, 16))
       else:
         a = np.empty((64, 16), np.float32)
         words = _join_lanes(warps, inputs)
         halves = np.stack([words & 0xFFFF, words >> 16], 1).astype(np.uint16)
         a_rows, a_columns = operand_places()
-        a[a_rows, a_columns] = bf16_to_f32(halves)
+        a[a_rows, a_columns] = widen(halves)
       product = a @ b.T
       found = product[rows, places]
       if keeps:
@@ -601,12 +605,12 @@ def _join_lanes(warps: list[Warp], names: list[str]) -> np.ndarray:
 def _common_knowledge(warps: list[Warp]) -> Knowledge:
   """Returns what all of the warps know."""
   known = [warp.agent.knowledge for warp in warps]
-  operations = known[0].operations
+  operations, fenced = known[0].operations, known[0].published_operations
   for each in known[1:]:
     operations &= each.operations
-  return Knowledge(
-    np.minimum.reduce([each.clock for each in known]), np.minimum.reduce([each.published for each in known]), operations
-  )
+    fenced &= each.published_operations
+  clock = np.minimum.reduce([each.clock for each in known])
+  return Knowledge(clock, np.minimum.reduce([each.published for each in known]), operations, fenced)
 
 
 def _limit_registers(context: Context, instruction: PtxInstruction) -> Body:

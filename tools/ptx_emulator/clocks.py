@@ -3,7 +3,7 @@
 Warps have vector clocks (Fidge and Mattern). An asynchronous operation, such as a copy by TMA, is an event of its own:
 others know it when they have waited for it. Writes through the generic proxy are visible to the asynchronous proxy only
 behind a fence.proxy.async that a path of synchronization passes (PTX ISA, memory consistency model, proxies). So each
-warp has a second clock, `published`: the writes that such a fence has made visible.
+warp has a second clock, `published`: the writes that such a fence has made visible. Copies of cp.async need one, too.
 
 Lanes of one warp are one agent: an exchange between lanes without __syncwarp goes unnoticed.
 """
@@ -31,11 +31,13 @@ class Knowledge:
     clock: int64[warps], the latest epoch of each warp.
     published: int64[warps], the latest epoch whose writes the asynchronous proxy sees.
     operations: bit set of completed asynchronous operations.
+    published_operations: of these, those that a fence.proxy.async followed.
   """
 
   clock: np.ndarray
   published: np.ndarray
   operations: int = 0
+  published_operations: int = 0
 
   @classmethod
   def nothing(cls, num_warps: int) -> Knowledge:
@@ -46,9 +48,10 @@ class Knowledge:
     np.maximum(self.clock, other.clock, out=self.clock)
     np.maximum(self.published, other.published, out=self.published)
     self.operations |= other.operations
+    self.published_operations |= other.published_operations
 
   def copy(self) -> Knowledge:
-    return Knowledge(self.clock.copy(), self.published.copy(), self.operations)
+    return Knowledge(self.clock.copy(), self.published.copy(), self.operations, self.published_operations)
 
 
 @dataclasses.dataclass
@@ -81,6 +84,7 @@ class Agent:
   def publish(self) -> None:
     """fence.proxy.async: the asynchronous proxy sees all writes that the warp knows."""
     np.maximum(self.knowledge.published, self.knowledge.clock, out=self.knowledge.published)
+    self.knowledge.published_operations |= self.knowledge.operations
     self.knowledge.clock[self.number] += 1
 
 
@@ -91,45 +95,45 @@ class Shadow:
     self._writer = np.full(size, NOBODY, np.int16)
     self._written = np.zeros(size, np.int64)  # epoch of the warp, or number of the operation
     self._read = np.zeros((num_warps, size), np.int64)
+    self._generic = 0  # bit set of operations that write through the generic proxy
     self._latest = np.zeros(num_warps, np.int64)  # epoch of each warp's latest read
     self._readers: list[tuple[int, np.ndarray, slice]] = []  # operations that read, where, and from first to last
 
   def note_read(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks and notes a warp's read. Args: bytes_: offsets."""
-    self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "reads")
+    self._check_writers(agent.knowledge, bytes_, "reads")
     self._read[agent.number, bytes_] = self._latest[agent.number] = agent.epoch
 
   def note_write(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks and notes a warp's write."""
-    self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "overwrites")
+    self._check_writers(agent.knowledge, bytes_, "overwrites")
     self._check_readers(agent.knowledge, bytes_)
     self._writer[bytes_], self._written[bytes_] = agent.number, agent.epoch
 
   def check_known(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks that the warp knows the latest writes."""
-    self._check_writers(agent.knowledge, agent.knowledge.clock, bytes_, "uses")
+    self._check_writers(agent.knowledge, bytes_, "uses")
 
   def begin_async_read(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
     """Checks and notes that an asynchronous operation will read. Args: issuer: what its warps know."""
-    self._check_writers(issuer, issuer.published, bytes_, "reads through the asynchronous proxy")
+    self._check_writers(issuer, bytes_, "reads through the asynchronous proxy", is_generic=False)
     self._readers.append((operation, bytes_, _span(bytes_)))
 
   def begin_async_write(self, issuer: Knowledge, operation: int, bytes_: np.ndarray, is_generic: bool = False) -> None:
     """Checks and notes that an asynchronous operation will write. Args: is_generic: through the generic proxy."""
-    if is_generic:
-      self._check_writers(issuer, issuer.clock, bytes_, "overwrites")
-    else:
-      self._check_writers(issuer, issuer.published, bytes_, "overwrites through the asynchronous proxy")
+    does = "overwrites" if is_generic else "overwrites through the asynchronous proxy"
+    self._check_writers(issuer, bytes_, does, is_generic)
     self._check_readers(issuer, bytes_)
+    self._generic |= is_generic << operation
     self._writer[bytes_], self._written[bytes_] = ASYNC, operation
 
   def forget_reads(self, known: int) -> None:
     """Drops reads of operations that every warp knows. Args: known: bit set."""
     self._readers = [reader for reader in self._readers if not known >> reader[0] & 1]
 
-  def _check_writers(self, knows: Knowledge, visible: np.ndarray, bytes_: np.ndarray, does: str) -> None:
+  def _check_writers(self, knows: Knowledge, bytes_: np.ndarray, does: str, is_generic: bool = True) -> None:
     writer, written = self._writer[bytes_], self._written[bytes_]
-    by_warp = writer >= 0
+    by_warp, visible = writer >= 0, knows.clock if is_generic else knows.published
     late = by_warp & (written > visible[np.where(by_warp, writer, 0)])
     if late.any():
       where = int(np.flatnonzero(late.reshape(-1))[0])
@@ -142,10 +146,13 @@ class Shadow:
     by_async = writer == ASYNC
     if by_async.any():
       for operation in np.unique(written[by_async]):
-        if not knows.operations >> int(operation) & 1:
+        is_known = knows.operations >> int(operation) & 1
+        needs_fence = not is_generic and self._generic & ~knows.published_operations
+        if not is_known or (needs_fence and needs_fence >> int(operation) & 1):
           byte = int(bytes_[by_async & (written == operation)].reshape(-1)[0])
           raise OrderError(
-            f"{does} byte {byte} of shared memory, which asynchronous operation {operation} writes; nobody has waited"
+            f"{does} byte {byte} of shared memory, which asynchronous operation {operation} "
+            + ("wrote; no fence.proxy.async is between them" if is_known else "writes; nobody has waited")
           )
 
   def _check_readers(self, knows: Knowledge, bytes_: np.ndarray) -> None:

@@ -11,7 +11,6 @@ and one with acquire order them. Not modelled, and why:
   .read of a bulk wait                   a copy writes global memory in the moment when it reads shared memory
   lanes that commit or wait for their    a warp's lanes do both together; one that never comes is a deadlock
     cp.async copies apart
-  a proxy fence behind cp.async          no kernel hands what it copied so to wgmma or to TMA
   registers and their limits             ptxas allocates them, and `make check-device` reads its report
   rounding of approximate functions      ex2 and lg2 have numpy's, whose error is the smaller one
   the bits of a NaN                      this CPU makes several, of which a GPU has one; two lanes may write any of them

@@ -17,6 +17,11 @@ def f32_to_bf16(values: np.ndarray) -> np.ndarray:
   return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
 
 
+def f16_to_f32(bits: np.ndarray) -> np.ndarray:
+  """Widens uint16 to f32."""
+  return bits.view(np.float16).astype(np.float32)
+
+
 def f32_to_f16(values: np.ndarray) -> np.ndarray:
   """Rounds f32 to the nearest f16, ties to even: uint16. A NaN becomes 0x7FFF."""
   return np.where(np.isnan(values), np.uint16(0x7FFF), values.astype(np.float16).view(np.uint16))

@@ -13,7 +13,7 @@ import numpy as np
 
 from tools.ptx_emulator import asynchronous, operations
 from tools.ptx_emulator.block import LANES, Block, Group, Warp
-from tools.ptx_emulator.floats import bf16_to_f32, f32_to_bf16
+from tools.ptx_emulator.floats import bf16_to_f32, f16_to_f32, f32_to_bf16
 from tools.ptx_emulator.operations import (
   KINDS,
   Body,
@@ -34,7 +34,7 @@ _HALF = re.compile(r"(bf16|f16)(x2)?")
 
 def _widen(bits: np.ndarray, kind: str) -> np.ndarray:
   """Returns f32 of uint16 that hold bf16 or f16."""
-  return bf16_to_f32(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
+  return bf16_to_f32(bits) if kind == "bf16" else f16_to_f32(bits)
 
 
 def _narrow(values: np.ndarray, kind: str) -> np.ndarray:

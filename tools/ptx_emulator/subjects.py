@@ -1,7 +1,7 @@
 """Each GPU kernel of paged attention on one tiny batch: its arrays, its program to compile, and what must come out.
 
-The portable kernels are compiled for an A100 ("sm_80" in a name) and for an RTX PRO 6000 ("sm_120"), the others for an
-H200.
+The portable kernels are compiled for an A100 ("sm_80" in a name), an RTX PRO 6000 ("sm_120") and an H200 ("h200"), the
+others for an H200.
 
 The batches are the least that use a ring again, have a second block, parts of a split row, padding, and an end inside a
 page. What no row uses is NaN, as in tools/gpu/cases.py, whose oracle is dense attention in f32.
@@ -351,23 +351,23 @@ _MAKERS: Mapping[str, Callable[[str], Subject]] = {
   "decode": _decode,
   "decode-only": functools.partial(_decode, has_prefill=False),
 }
-# Of the portable kernels; with the dtypes of the pool.
-_PORTABLE: Mapping[str, tuple[Callable[[str], Subject], tuple[str, ...]]] = {
-  "write": (lambda dtype: _write(KV_DTYPES[dtype], is_portable=True), ("bf16", "fp8")),
-  "prefill": (_portable_prefill, ("bf16", "fp8", "f16", "f32")),
-  "decode": (_portable_decode, ("bf16",)),
-  "parts": (_portable_parts, ("bf16", "fp8", "f16", "f32")),
-  "combine": (_portable_combine, ("bf16",)),
+_SMALL_DTYPES = {"sm_80": ("bf16", "fp8"), "sm_120": ("bf16", "fp8")}
+_ANY_DTYPES = _SMALL_DTYPES | {"sm_80": ("bf16", "fp8", "f16", "f32")}
+# Of the portable kernels; with the dtypes of queries, or of the pool, by target. On an H200, prefill has wgmma.
+_PORTABLE: Mapping[str, tuple[Callable[[str], Subject], Mapping[str, tuple[str, ...]]]] = {
+  "write": (lambda dtype: _write(KV_DTYPES[dtype], is_portable=True), _SMALL_DTYPES),
+  "prefill": (_portable_prefill, _ANY_DTYPES | {"h200": ("bf16", "fp8", "f16")}),
+  "decode": (_portable_decode, dict.fromkeys(_SMALL_DTYPES, ("bf16",))),
+  "parts": (_portable_parts, _ANY_DTYPES),
+  "combine": (_portable_combine, dict.fromkeys(_SMALL_DTYPES, ("bf16",))),
 }
-PORTABLE_TARGETS = {"sm_80": ("bf16", "fp8", "f16", "f32"), "sm_120": ("bf16", "fp8")}
 NAMES = (
   *(f"{kernel}_{dtype}" for kernel in _MAKERS for dtype in KV_DTYPES),
   *(
     f"{target}-{kernel}_{dtype}"
-    for target, compiled in PORTABLE_TARGETS.items()
-    for kernel, (_, dtypes) in _PORTABLE.items()
+    for kernel, (_, dtypes_by_target) in _PORTABLE.items()
+    for target, dtypes in dtypes_by_target.items()
     for dtype in dtypes
-    if dtype in compiled
   ),
 )
 
@@ -375,8 +375,8 @@ NAMES = (
 def make_subject(name: str) -> Subject:
   """Returns the subject of a name in NAMES."""
   kernel, _, dtype = name.rpartition("_")
-  target, _, portable_kernel = kernel.partition("-")
-  if target not in PORTABLE_TARGETS:
+  if kernel in _MAKERS:
     return dataclasses.replace(_MAKERS[kernel](KV_DTYPES[dtype]), name=name)
+  target, _, portable_kernel = kernel.partition("-")
   make, _ = _PORTABLE[portable_kernel]
   return dataclasses.replace(make(dtype), name=name, target=target)

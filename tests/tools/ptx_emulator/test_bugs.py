@@ -252,6 +252,9 @@ PORTABLE_BUGS = {
   "matrix between chunks": Bug(
     "sm_80-decode_bf16", text(LOAD_MATRIX.format(""), r"\1+8]"), "is no multiple of 16", "layout"
   ),
+  "wgmma reads copies that no fence followed": Bug(
+    "h200-prefill_bf16", text(rf"(cp\.async\.wait_group[\s\S]*?){FENCE}", r"\1"), "wrote; no fence.proxy.async", "proxy"
+  ),
   "values not transposed": Bug("sm_80-decode_bf16", text(r"(ldmatrix\S+)\.trans", r"\1"), "attention: error", "layout"),
   "rows of a fragment swapped": Bug("sm_80-decode_bf16", text(MMA, r"\1\3, \2,"), "attention: error", "layout"),
 }

@@ -8,7 +8,7 @@ import pytest
 
 from tools.ptx_emulator.block import KernelFault
 from tools.ptx_emulator.emulator import run_kernel
-from tools.ptx_emulator.floats import bf16_to_f32, e4m3_to_f16, f32_to_bf16, f32_to_e4m3
+from tools.ptx_emulator.floats import bf16_to_f32, e4m3_to_f16, f32_to_bf16, f32_to_e4m3, f32_to_f16
 from tools.ptx_emulator.memory import AccessError, GlobalMemory
 from tools.ptx_emulator.reader import PtxError, read_kernels
 from tools.ptx_emulator.tensor_map import TensorMap, swizzle_offsets
@@ -521,17 +521,17 @@ def multiply_body(
   )
 
 
-def run_product(body: str, b_box: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns A and the kernel's product. Args: b_box: uint16[64, 64] as it lies in memory."""
+def run_product(body: str, b_box: np.ndarray, seed: int, narrow=f32_to_bf16) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the bits of A and the kernel's product. Args: b_box: uint16[64, 64] as it lies in memory."""
   memory, out = GlobalMemory(), np.zeros((64, 64), np.float32)
-  a = f32_to_bf16(np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32))
+  a = narrow(np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32))
   maps = [
     TensorMap(memory.add_buffer(name, array).address, 2, (64, 64), (2, 128), (64, 64), 128)
     for name, array in (("a", a), ("b", b_box))
   ]
   kernel = make_kernel(body, ".param .u64 .ptr .align 256 out, .param .align 64 .b8 maps[256]")
   run_kernel(kernel, memory, [memory.add_buffer("out", out).address, maps], (1, 1, 1), SHARED, seed)
-  return bf16_to_f32(a), out
+  return a, out
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -539,8 +539,16 @@ def test_a_product_of_swizzled_operands(transposed: bool):
   b = f32_to_bf16(np.random.default_rng(2).standard_normal((64, 64)).astype(np.float32))
   for seed in range(4):
     a, out = run_product(multiply_body(transposed), b, seed)
-    wanted = a @ (bf16_to_f32(b) if transposed else bf16_to_f32(b).T)
+    wanted = bf16_to_f32(a) @ (bf16_to_f32(b) if transposed else bf16_to_f32(b).T)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_a_product_of_f16():
+  b = np.random.default_rng(2).standard_normal((64, 64)).astype(np.float16)
+  body = multiply_body(False).replace("f32.bf16.bf16", "f32.f16.f16")
+  a, out = run_product(body, b.view(np.uint16), 0, narrow=f32_to_f16)
+  wanted = a.view(np.float16).astype(np.float32) @ b.astype(np.float32).T
+  np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
