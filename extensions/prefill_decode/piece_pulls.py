@@ -25,7 +25,7 @@ _LONGEST_PULL_S = 4.0
 _LONGEST_CONNECT_S = 1.0
 _MOST_PULLS = 2  # of a peer at once
 _MOST_HUNG = 3
-_POLL_S = (0.0005, 0.005)  # first and longest time between two looks at a pull
+_POLL_S = (0.0005, 0.005)  # shortest and longest time between two looks at a pull, which are a tenth of its time
 
 
 class PullingEngine(DecodeEngine):
@@ -96,13 +96,13 @@ class PiecePuller:
       raise PullFailed("earlier pulls did not end", is_late=True)
     connection = await self._connect(sender)
     piece = tuple(connection.pull(uuid, list(self._transfers.leaves)))
-    give_up_at, pause = time.monotonic() + _LONGEST_PULL_S, _POLL_S[0]
+    started = time.monotonic()
     while not all(leaf.is_ready() for leaf in piece):
-      if time.monotonic() > give_up_at:
+      elapsed = time.monotonic() - started
+      if elapsed > _LONGEST_PULL_S:
         self._leave_hung(connection)
         raise PullFailed(f"a pull did not end within {_LONGEST_PULL_S:g} s", is_late=True)
-      await asyncio.sleep(pause)
-      pause = min(2 * pause, _POLL_S[1])
+      await asyncio.sleep(min(max(elapsed / 10, _POLL_S[0]), _POLL_S[1]))
     try:
       found = await asyncio.get_running_loop().run_in_executor(self._thread, self._transfers.digest_piece, piece)
     except RuntimeError as error:  # of JAX; the arrays have the connection's failure

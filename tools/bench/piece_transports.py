@@ -10,13 +10,14 @@ Parts (--parts):
   faults   what JAX's transfer server does when a puller stops, when the other side stops within a pull, when a pull
            names nothing, and when four zero bytes arrive; run it again with a new JAX
 
-The other process holds the pieces. All three ways check an XXH3 digest of each piece and fill arrays of the default
-device. Both processes share the cores that this process may use.
+The other process holds the pieces. Each way checks a digest of each piece and fills arrays of the default device: XXH3
+of its bytes, or, by JAX, the digest that devices compute. Both processes share the cores that this process may use.
 """
 
 import argparse
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -34,10 +35,15 @@ from jax.experimental import transfer
 import numpy as np
 import xxhash
 
+from engine.device import mesh as mesh_lib
 from engine.device.block_transfer import Piece, copy_bytes
+from extensions.prefill_decode.jax_transport import SenderAddress, TransferEnd
+from extensions.prefill_decode.piece_offers import PieceOffers
+from extensions.prefill_decode.piece_pulls import PiecePuller
 from extensions.prefill_decode.pieces import PeerMemory, PieceLayout, PieceMemory, check_digest
 from extensions.prefill_decode.proto import transfer_pb2 as pb
 from extensions.prefill_decode.proto import transfer_pb2_grpc as pb_grpc
+from extensions.prefill_decode.transfer_counts import TransferCounts
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, commit, machine
 
@@ -50,7 +56,7 @@ _STOP_DELAYS_S = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3)
 
 def make_layout(args: argparse.Namespace) -> tuple[list[jax.ShapeDtypeStruct], PieceLayout]:
   """Returns an abstract piece, bfloat16[16, values] a layer on the default device, and its layout."""
-  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  one = mesh_lib.replicated(mesh_lib.make_mesh(jax.devices()[:1]))
   values = max(1, round(args.piece_mib * _MIB / args.layers / 32))
   leaves = [jax.ShapeDtypeStruct((16, values), jax.numpy.bfloat16, sharding=one)] * args.layers
   return leaves, PieceLayout(leaves)
@@ -89,15 +95,27 @@ async def hold_pieces(args: argparse.Namespace) -> None:
   pb_grpc.add_TransferServiceServicer_to_server(_Pieces(memory), server)
   port = server.add_insecure_port("127.0.0.1:0")
   await server.start()
-  jax_server = start_jax_server(args)
+  jax_server, offers = start_jax_server(args), PieceOffers(TransferEnd(make_layout(args)[0]), "127.0.0.1:0", 3600.0)
   shared = {"pid": os.getpid(), "fd": memory.fd, "nonce": memory.nonce.hex(), "size": memory.size}
   offsets = [memory.offset(slot) for slot in range(args.pieces)]
   print(
-    json.dumps({"grpc": port, "jax": jax_server.address(), "shared": shared, "offsets": offsets, "digests": digests}),
+    json.dumps(
+      {
+        "grpc": port,
+        "jax": jax_server.address(),
+        "sender": offers.address,
+        "shared": shared,
+        "offsets": offsets,
+        "digests": digests,
+      }
+    ),
     flush=True,
   )
   loop, connections = asyncio.get_running_loop(), {}
   while words := (await loop.run_in_executor(None, sys.stdin.readline)).split():
+    if words[0] == "lease":
+      print(json.dumps([[each.uuid, each.digest] for each in offers.offer_pieces(pieces)]), flush=True)
+      continue
     if words[0] == "offer":
       jax_server.await_pull(int(words[1]), list(pieces[int(words[2])]))
     else:  # pull, and never look at the result
@@ -130,12 +148,12 @@ class PieceHolder:
     assert self.process.stdout is not None
     return self.process.stdout.readline()
 
-  def say(self, *words: object) -> None:
-    """Sends a command, and waits until it has been done."""
+  def say(self, *words: object) -> str:
+    """Sends a command, waits until it has been done, and returns the answer."""
     assert self.process.stdin is not None
     self.process.stdin.write(" ".join(map(str, words)) + "\n")
     self.process.stdin.flush()
-    self._read()
+    return self._read()
 
   def end(self) -> None:
     """Kills it."""
@@ -173,14 +191,8 @@ def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
     places = holder.places
     shared = places["shared"]
     memory = PeerMemory(shared["pid"], shared["fd"], bytes.fromhex(shared["nonce"]), shared["size"])
-    connection = start_jax_server(args).connect(places["jax"])
-    scratch, uuids = np.empty(layout.num_bytes, np.uint8), iter(range(1, 1 << 30))
-    ids: list[int] = []
-
-    def offer_all() -> None:
-      ids[:] = [next(uuids) for _ in range(args.pieces)]
-      for number, uuid in enumerate(ids):
-        holder.say("offer", uuid, number)
+    end, sender, leased = TransferEnd(leaves), SenderAddress(*places["sender"]), []
+    end.start_receiver("127.0.0.1:0")
 
     async def take_shared(number: int, digest: int) -> Piece:
       return layout.from_bytes(memory.read_piece(places["offsets"][number], digest, layout.num_bytes))
@@ -194,11 +206,7 @@ def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
       return layout.from_bytes(data)
 
     async def take_jax(number: int, digest: int) -> Piece:
-      piece = tuple(connection.pull(ids[number], leaves))
-      if not is_there(piece, 60.0):
-        raise TimeoutError(f"piece {number} did not come within 60 s")
-      check_digest(layout.to_bytes(piece, memoryview(scratch)), digest)
-      return piece
+      return await puller.pull_piece(sender, *leased[number])
 
     async def time_pieces(take: Callable[[int, int], Any]) -> float:
       began = time.perf_counter()
@@ -207,7 +215,8 @@ def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
       return args.pieces * layout.num_bytes / 1e9 / (time.perf_counter() - began)
 
     async def run() -> dict[str, list[float]]:
-      nonlocal stub
+      nonlocal stub, puller
+      puller = PiecePuller(end, "the holder", thread, TransferCounts())
       async with grpc.aio.insecure_channel(f"127.0.0.1:{places['grpc']}") as channel:
         stub = pb_grpc.TransferServiceStub(channel)
         ways = {"shared memory": take_shared, "gRPC": take_remote, "jax.experimental.transfer": take_jax}
@@ -215,12 +224,14 @@ def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.rounds + 1):
           for name, take in ways.items():
             if take is take_jax:
-              offer_all()  # outside of the time, as leases are
+              leased[:] = json.loads(holder.say("lease"))  # outside of the time, as leases are
             rates[name].append(await time_pieces(take))
         return rates
 
     stub: Any = None
-    rates = asyncio.run(run())
+    puller: Any = None
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+      rates = asyncio.run(run())
   found = {f"{name} GB/s": statistics.median(each[1:]) for name, each in rates.items()}  # the first opens connections
   return {"piece bytes": layout.num_bytes, **found}
 
@@ -279,8 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--layers", type=positive_int, default=12, help="arrays of a piece")
   parser.add_argument("--pieces", type=positive_int, default=8, help="pieces of a prompt")
   parser.add_argument("--rounds", type=positive_int, default=7, help="rates: rounds, in turns")
-  parser.add_argument("--copies", type=positive_int, default=8, help="JAX's copies at once")
-  parser.add_argument("--copy_mib", type=positive_int, default=16, help="JAX's host memory for each of them")
+  parser.add_argument("--copies", type=positive_int, default=8, help="faults: JAX's copies at once")
+  parser.add_argument("--copy_mib", type=positive_int, default=16, help="faults: JAX's host memory for each of them")
   args = parser.parse_args(arguments)
   if args.parts == "holder":  # the other process
     asyncio.run(hold_pieces(args))

@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+import itertools
 import random
 import signal
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from engine.device import mesh as mesh_lib
 from extensions.prefill_decode import piece_pulls
-from extensions.prefill_decode.jax_transport import TransferEnd, digest_leaves
+from extensions.prefill_decode.jax_transport import TransferEnd, digest_leaf
 from extensions.prefill_decode.piece_offers import PieceOffers
 from extensions.prefill_decode.piece_pulls import PiecePuller, PullFailed
 from extensions.prefill_decode.pieces import CorruptPiece
@@ -43,33 +44,36 @@ def make_end() -> TransferEnd:
   return TransferEnd([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_WHOLE) for leaf in put(make_leaves(0))])
 
 
-def test_a_digest_finds_flipped_moved_and_equal_changes():
+def test_a_digest_finds_flipped_and_moved_values():
   """Two flips of one bit in two words cancel in a plain sum; here they do not, and neither do values that swap."""
-  digest = jax.jit(digest_leaves)
-  good = make_leaves(0)
-  wanted = np.asarray(digest(put(good))).tolist()
-  assert np.asarray(digest(put(make_leaves(0)))).tolist() == wanted
-  seen, chance = {tuple(wanted)}, random.Random(3)
-  for trial in range(200):
-    leaves = make_leaves(0)
-    number = trial % len(leaves)
-    data = leaves[number].reshape(-1).view(np.uint8)
-    first, second = sorted(chance.sample(range(leaves[number].size), 2))
-    size = leaves[number].itemsize
-    match trial // len(leaves) % 3:
-      case 0:
-        data[chance.randrange(data.size)] ^= 1 << chance.randrange(8)
-      case 1:  # the top bit of two values
-        data[[size * first + size - 1, size * second + size - 1]] ^= 128
-      case 2:
-        flat = leaves[number].reshape(-1)
-        if flat[first] == flat[second]:
-          continue
-        flat[[first, second]] = flat[[second, first]]
-    found = tuple(np.asarray(digest(put(leaves))).tolist())
-    assert found not in seen
-    seen.add(found)
+  digest = jax.jit(digest_leaf)
+  chance, seen = random.Random(3), {}
+  for number, good in enumerate(make_leaves(0)):
+    seen[tuple(np.asarray(digest(good)).tolist())] = good.tobytes()
+    for trial in range(60):
+      leaf = make_leaves(0)[number]
+      data, flat, size = leaf.reshape(-1).view(np.uint8), leaf.reshape(-1), leaf.itemsize
+      first, second = sorted(chance.sample(range(leaf.size), 2))
+      match trial % 3:
+        case 0:
+          data[chance.randrange(data.size)] ^= 1 << chance.randrange(8)
+        case 1:  # the top bit of two values
+          data[[size * first + size - 1, size * second + size - 1]] ^= 128
+        case 2:
+          if flat[first] == flat[second]:
+            continue
+          flat[[first, second]] = flat[[second, first]]
+      assert leaf.tobytes() != good.tobytes()
+      found = tuple(np.asarray(digest(leaf)).tolist())
+      assert seen.setdefault(found, leaf.tobytes()) == leaf.tobytes()  # chance may do the same twice
   assert len({first for first, _ in seen}) == len({second for _, second in seen}) == len(seen)  # each sum by itself
+
+
+def test_a_digest_of_a_piece_depends_on_the_order_of_its_layers():
+  leaves = [np.full((4, 3), number, np.float32) for number in range(3)]
+  end = TransferEnd([jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=_WHOLE)] * 3)
+  orders = itertools.permutations(put(leaves))
+  assert len({end.digest_piece(tuple(order)) for order in orders}) == 6
 
 
 def test_pieces_come_intact_or_not_at_all(monkeypatch, free_port):
