@@ -5,8 +5,9 @@
 Two engines of one model take turns: one without speculation, and one whose drafter proposes the true next token with
 the chance --acceptance, and another token otherwise. A turn generates --tokens tokens for each of `rows` sequences and
 compares them with the first engine's. `ratio` is the median over turns of the tokens a second with drafts to those
-without, and `quartiles` are around it. --acceptance=0 measures the cost of hopeless drafts. `ceiling` is the expected
-tokens of a row in a step, if all its drafts were verified at no cost. `rung` is that of most steps with speculation.
+without, `quartiles` are around it, and `least` is that of the worst turn. --acceptance=0 measures the cost of hopeless
+drafts. `ceiling` is the expected tokens of a row in a step, if all its drafts were verified at no cost. `rung` is that
+of most steps with speculation.
 
 With --draft_model, drafts also cost what a draft model of that shape costs: it runs with random weights and the
 vocabulary of the other model, and the oracle replaces its tokens.
@@ -174,6 +175,7 @@ def measure(
   return {
     "ratio": round(statistics.median(ratios), 3),
     "quartiles": [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)],
+    "least": round(ratios[0], 3),
     "tokens_per_s": round(statistics.median(rates[drafted]), 1),
     "plain_tokens_per_s": round(statistics.median(rates[plain]), 1),
     "tokens_per_row_and_step": round(turns * (tokens - 1) / num_steps, 2),
