@@ -71,6 +71,11 @@ class EngineConfig(SchedulingSettings):
         f"speculation={self.speculation} needs logit rows for drafts, and a step has as many as max_num_seqs=1; set "
         "--max_num_seqs to 2 or more, or leave out --speculation"
       )
+    if self.speculation != "none" and self.headless:
+      raise ConfigError(
+        f"speculation={self.speculation} needs a model that generates text, and {self.headless} has no head of tokens; "
+        "leave out --speculation"
+      )
     assert not self.num_host_blocks or self.shares_prefixes, "a host pool without a prefix cache"
     assert self.has_draft_model or self.speculation != "draft", "speculation=draft without a draft model"
 

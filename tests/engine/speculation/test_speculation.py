@@ -271,6 +271,12 @@ def test_a_step_without_logit_rows_for_drafts_is_refused():
     dataclasses.replace(CONFIG, max_num_seqs=1)
 
 
+def test_a_model_that_generates_nothing_refuses_speculation():
+  with pytest.raises(ConfigError, match="BertModel has no head of tokens; leave out --speculation"):
+    dataclasses.replace(CONFIG, headless="BertModel")
+  assert dataclasses.replace(CONFIG, headless="BertModel", speculation="none").headless
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_restored_scheduler_drafts_alike(overlap: bool):
   """From any step on, through JSON."""
