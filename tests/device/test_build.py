@@ -89,7 +89,7 @@ def test_facts_are_told_as_they_are_known(folder, tmp_path):
   ("changes", "said"),
   [
     ({"overlap": "maybe"}, "overlap='maybe' must be one of auto, true, false; set --overlap"),
-    ({"dtype": "float16"}, "dtype='float16' must be one of auto, float32, bfloat16"),
+    ({"dtype": "float64"}, "dtype='float64' must be one of auto, float32, bfloat16, float16"),
     ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be one of auto, int8, fp8; set --kv_dtype"),
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be at least 0"),

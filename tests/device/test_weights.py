@@ -284,8 +284,8 @@ def test_no_folder(tmp_path):
 
 
 def test_other_dtypes_are_refused(hf):
-  with pytest.raises(ConfigError, match="dtype=float16"):
-    load(hf, "float16")
+  with pytest.raises(ConfigError, match="dtype=int8 is not supported; choose bfloat16, float16 or float32"):
+    load(hf, "int8")
 
 
 @pytest.mark.parametrize(
