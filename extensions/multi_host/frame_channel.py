@@ -91,7 +91,7 @@ class FrameChannel:
   def poll_socket(self, limit_s: float) -> None:
     """Reads what arrives without sleeping, at most for `limit_s`, and returns when something has.
 
-    A CPU that sleeps takes tens of microseconds to wake. Raises HostLost.
+    A CPU that sleeps takes tens of microseconds to wake. The channel must have no timeout. Raises HostLost.
     """
     self._move_to_front()
     deadline = time.monotonic() + limit_s

@@ -98,3 +98,24 @@ def test_silence_ends_a_wait():
     channel.set_timeout(0.05)
     with pytest.raises(HostLost, match="sent nothing for 0.05 s"):
       channel.receive_frame()
+
+
+def test_polls_read_what_has_come_and_wait_for_nothing_else():
+  """Half of a frame, its rest with the next frame, then the end; a poll that finds nothing changes nothing."""
+  sent = record((Kind.STEP, b"one"), (Kind.REPEAT, b"two"))
+  mine, theirs = socket.socketpair()
+  with mine, theirs:
+    channel = FrameChannel(FakeTcp(theirs), KEYS[1], KEYS[0], "the other host")
+    channel.set_timeout(None)
+    channel.poll_socket(0.0)
+    channel.poll_socket(0.001)
+    assert not channel.has_frame
+    mine.sendall(sent[0][:7])
+    channel.poll_socket(5.0)
+    mine.sendall(sent[0][7:] + sent[1])
+    assert channel.has_frame and channel.receive_frame() == (Kind.STEP, b"one")
+    channel.poll_socket(5.0)
+    assert channel.receive_frame() == (Kind.REPEAT, b"two") and not channel.has_frame
+    mine.shutdown(socket.SHUT_WR)
+    with pytest.raises(HostLost, match="has closed the connection"):
+      channel.poll_socket(5.0)
