@@ -285,7 +285,8 @@ _NO_VNNI = ("if (groups::Vnni::available())", "if (false)")
 
 def check_all(bits: int) -> None:
   check_product(make_rows(14, 192), make_weight(192, 70, bits, 3, offsets=True))
-  check_product(make_rows(3, 272), make_weight(272, 33, bits, 2, dtype="float32"))  # chunks of 72 and 64 inputs
+  inputs = 416 if bits == 6 else 272  # chunks of 112 and 96 inputs, or of 72 and 64
+  check_product(make_rows(3, inputs), make_weight(inputs, 33, bits, 2, dtype="float32"))
 
 
 @pytest.mark.kernels
