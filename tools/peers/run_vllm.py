@@ -17,7 +17,9 @@ def main():
   parser = face.parser(__doc__)
   parser.add_argument("--kv_gb", type=int, default=1)
   parser.add_argument("--quantized_model", default="", help="folder that tools.quantize wrote, for int8 and int4")
+  parser.add_argument("--dtype", default="", help="of activations; its int4 kernel has no float32")
   args = parser.parse_args()
+  dtype = args.dtype or ("bfloat16" if args.precision == "int4" else "float32")
   if args.precision != "f32" and not args.quantized_model:
     raise SystemExit(f"--precision={args.precision} needs --flag=vllm:--quantized_model=DIR, written by tools.quantize")
   os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gb)
@@ -26,13 +28,13 @@ def main():
   settings = {
     "model": args.quantized_model or args.model,
     "skip_tokenizer_init": True,
-    "dtype": "float32",
+    "dtype": dtype,
     "max_model_len": args.max_len,
     "max_num_seqs": args.max_requests,
     "enable_prefix_caching": False,
     "seed": 0,
   }
-  about = {"threads": args.threads, "kv_gb": args.kv_gb, "weights": args.precision, "kv": "f32"}
+  about = {"threads": args.threads, "kv_gb": args.kv_gb, "weights": args.precision, "kv": dtype}
   face.serve(lambda: face.Peer(about, _online(settings) if args.realtime else _offline(settings)))
 
 
