@@ -562,7 +562,7 @@ def _check_finite(values: np.ndarray, pieces: tuple[Piece, ...], stored: dict[st
       if not bad:
         raise CheckpointError(
           f"{stored[pieces[0].name].file}: tensor {' or '.join(piece.name for piece in pieces)} holds values beyond "
-          f"65504, which {values.dtype.name} cannot; set --dtype=bfloat16 or float32"
+          f"65504, which {values.dtype.name} cannot hold; set --dtype=bfloat16 or float32"
         )
       raise CheckpointError(
         f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is corrupt: copy it "

@@ -179,7 +179,7 @@ class FrameChannel:
   def _receive_into(self, view: memoryview, flags: int = 0) -> int:
     try:
       size = self._socket.recv_into(view, 0, flags)
-    except BlockingIOError:
+    except BlockingIOError:  # a poll found nothing
       raise
     except TimeoutError:
       raise HostLost(f"{self.peer} sent nothing for {self._socket.gettimeout():g} s") from None

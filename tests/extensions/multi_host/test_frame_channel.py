@@ -100,6 +100,18 @@ def test_silence_ends_a_wait():
       channel.receive_frame()
 
 
+def test_a_frame_larger_than_the_buffer_arrives_between_others():
+  mine, theirs = socket.socketpair()
+  with mine, theirs:
+    sender = FrameChannel(FakeTcp(mine), *KEYS, "the other host")
+    channel = FrameChannel(FakeTcp(theirs), KEYS[1], KEYS[0], "the other host")
+    channel.set_timeout(5)
+    frames = [(Kind.STEP, b"one"), (Kind.STEP, bytes(range(256)) * 300), (Kind.REPEAT, b"two")]
+    for kind, body in frames:
+      sender.send_frame(kind, body)
+    assert [channel.receive_frame() for _ in frames] == frames
+
+
 def test_polls_read_what_has_come_and_wait_for_nothing_else():
   """Half of a frame, its rest with the next frame, then the end; a poll that finds nothing changes nothing."""
   sent = record((Kind.STEP, b"one"), (Kind.REPEAT, b"two"))
