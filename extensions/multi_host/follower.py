@@ -26,7 +26,7 @@ from server.host_options import ClusterSettings
 # Steps whose completion the loop does not wait for, if steps overlap. The leader has read the values of older ones
 # before it sends more.
 _STEPS_IN_FLIGHT = 2
-_POLL_S = 0.001  # without overlap the next step comes within this time after the one before it, or later than any poll
+_POLL_S = 0.002  # without overlap the next step comes within this time after the one before it, or later than any poll
 
 
 class StartedStep(Protocol):
@@ -146,6 +146,7 @@ class Follower:
       if len(in_flight) > (_STEPS_IN_FLIGHT if overlap else 0):
         in_flight.popleft().wait()
       if not overlap:
+        decoder.rehearse_step()
         channel.poll_socket(_POLL_S)
 
   def request_stop(self) -> None:

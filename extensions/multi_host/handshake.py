@@ -19,7 +19,7 @@ import time
 from engine.errors import ConfigError
 from extensions.multi_host.frame_channel import MAC_BYTES, FrameChannel
 
-_VERSION = 2
+_VERSION = 3
 _MAGIC = b"sluice-hosts"
 _GREETING = struct.Struct(f"<{len(_MAGIC)}sB32s")  # magic, version, random number
 _PURPOSE = struct.Struct("<IB")  # the follower's id, the channel's purpose

@@ -118,7 +118,7 @@ def test_a_leader_without_the_secret_is_refused():
     def answer() -> None:
       sock, _ = listener.accept()
       with sock:
-        sock.sendall(b"sluice-hosts" + bytes([2]) + bytes(32))
+        sock.sendall(b"sluice-hosts" + bytes([3]) + bytes(32))
         sock.recv(4096)
         sock.sendall(bytes(33))
 

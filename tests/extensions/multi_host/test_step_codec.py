@@ -68,6 +68,7 @@ def test_a_follower_reads_what_the_scheduler_planned():
     assert decoder.decode_step(*frame) == as_sent(batch)
     if number % 3:  # as a follower does, if it has the time
       decoder.prepare_repetition()
+      decoder.rehearse_step()
   repeats = [len(body) for kind, body in frames if kind is Kind.REPEAT]
   assert len(repeats) > 30 and max(repeats) < 60
 

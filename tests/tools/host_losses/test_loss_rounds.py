@@ -65,7 +65,7 @@ def lose(
 
   check._await_ends = end_all  # type: ignore[method-assign]
   check.start_hosts = lambda: restart_s  # type: ignore[method-assign]
-  check._start_s = [4.0, 3.9, 3.8]
+  check._start_s = [4.4, 3.9, 3.8]
   asyncio.run(check._lose(fault, host, found))
   check.rows = check._judge(fault, 1, found)
   found.faults += [row.check for row in check.rows if not row.passed]
@@ -110,7 +110,7 @@ def test_each_breach_is_a_fault(streams: InventedStreams, codes: tuple[int | Non
 
 
 def test_a_restart_that_takes_longer_than_a_start_is_a_fault():
-  found = lose((1, -signal.SIGKILL), InventedStreams(Verdict.ERROR), HostFault.KILL, 1, restart_s=4.5)
+  found = lose((1, -signal.SIGKILL), InventedStreams(Verdict.ERROR), HostFault.KILL, 1, restart_s=4.35)
   assert found.faults == ["a restart takes what a start takes"]
 
 
