@@ -53,6 +53,7 @@ from models.registry import architecture_of
 from models.split import ModelSplit
 from models.weight_form import WeightForm
 from pallas_kernels import native
+from pallas_kernels.low_rank.api import choose_low_rank
 from pallas_kernels.paged_attention import api as paged_attention
 
 # The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
@@ -358,7 +359,7 @@ def build_side(
   kv_bytes, kv_for = _smallest_pool(options, sizer)
   largest = ladder.rungs()[-1]
   step = step_bytes(share, largest, dtype.itemsize)
-  low_rank = "reference" if dtype == jnp.float16 else native.choose_implementation("low_rank", device.platform)
+  low_rank = choose_low_rank(device.platform, dtype)
   rank = slot_rank(options, low_rank)
   step += adapter_bytes(options, share, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
   copying = device_bytes(block_bytes) // mesh.size if options.host_kv_mb else 0

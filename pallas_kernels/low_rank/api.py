@@ -12,6 +12,13 @@ from pallas_kernels import native
 from pallas_kernels.low_rank.reference import reference
 
 RANK_MULTIPLE = 16  # kRankMultiple
+_DTYPES = {"reference": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat16")}  # by implementation
+
+
+def choose_low_rank(platform: str, dtype: jnp.dtype) -> str:
+  """Returns the implementation for a platform and a dtype of activations, a name of native.IMPLEMENTATIONS."""
+  chosen = native.choose_implementation("low_rank", platform)
+  return chosen if jnp.dtype(dtype).name in _DTYPES[chosen] else "reference"
 
 
 def add_low_rank(
@@ -32,7 +39,7 @@ def add_low_rank(
   low-rank matrices of the same input whose outputs lie in turns.
 
   Args:
-    y: [T, N], float32 or bfloat16.
+    y: [T, N], float32 or bfloat16; float16 with "reference" alone.
     x: [T, D] of y's dtype.
     slots: int32[T], below S; slot 0 adds nothing.
     a: [S, D, parts * R] of x's dtype. Zeros in slot 0.
@@ -56,10 +63,12 @@ def add_low_rank(
   shapes = (y.shape, slots.shape, a.shape)
   if shapes != ((tokens, outputs), (tokens,), (num_slots, inputs, len(runs) * rank)) or sum(runs) * repeats != outputs:
     raise ValueError(f"low rank: y, slots, a of shapes {shapes} do not match x {x.shape}, b {b.shape} and runs {runs}")
-  if not y.dtype == x.dtype == a.dtype == b.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
-    raise ValueError(f"low rank: {y.dtype}, {x.dtype}, {a.dtype} and {b.dtype} must all be float32 or all bfloat16")
   if implementation not in native.IMPLEMENTATIONS:
     raise ValueError(f"low rank: implementation {implementation!r} is not one of {', '.join(native.IMPLEMENTATIONS)}")
+  if not y.dtype == x.dtype == a.dtype == b.dtype or x.dtype.name not in _DTYPES[implementation]:
+    raise ValueError(
+      f"low rank: {y.dtype}, {x.dtype}, {a.dtype} and {b.dtype} must all be one of {', '.join(_DTYPES[implementation])}"
+    )
   if implementation == "reference":
     return reference(y, x, slots, a, b, runs, repeats)
   if rank % RANK_MULTIPLE:

@@ -273,6 +273,18 @@ def test_tokens_under_preemption_and_other_kernels(served, settings: dict):
   assert built.runner.compiles_after_ready == 0
 
 
+@pytest.mark.long
+def test_most_first_tokens_in_float16_are_those_of_float32(served):
+  log = EventLog()
+  built = build_engine(make_options(dtype="float16"), lambda *_: None, log.events.extend)
+  for name in ("all", "rslora", "patterns"):
+    load(built, name, served.folder / name)
+  pairs = requests_of(served, ("", "all", "rslora", "patterns"))
+  found = log.serve(built, [request for request, _ in pairs])
+  same = [tokens[0] == wanted[0] for tokens, (_, wanted) in zip(found, pairs, strict=True)]
+  assert sum(same) >= 0.9 * len(same)
+
+
 class AdaptedOracle(OracleDrafter):
   """Proposes the tokens of the merged models, and another one at every fifth position."""
 

@@ -1,4 +1,4 @@
-"""The low-rank product against numpy: every split of rows over slots, both dtypes, and rows that nobody uses."""
+"""The low-rank product against numpy: every split of rows over slots, every dtype, and rows that nobody uses."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import native
-from pallas_kernels.low_rank.api import RANK_MULTIPLE, add_low_rank
+from pallas_kernels.low_rank.api import RANK_MULTIPLE, add_low_rank, choose_low_rank
 
 SHAPES = {  # inputs, runs, repeats, rank
   "qkv": (96, (64, 32, 32), 3, 16),
@@ -59,13 +59,19 @@ def test_adds_the_product_of_each_rows_slot(implementation: str, dtype: str, slo
   y, x, a, b = arrays(inputs, runs, repeats, rank, len(slots), dtype)
   found = add_low_rank(y, x, jnp.array(slots, jnp.int32), a, b, runs, repeats, implementation)
   wanted = expected(y, x, slots, a, b, runs, repeats)
-  # f32: sums of at most 128 terms of size 1. bfloat16 rounds the result, and the reference also rounds h, to 8 bits.
+  # f32: sums of at most 128 terms of size 1. bfloat16 rounds the result, and the reference also rounds h, to 8 bits;
+  # float16 has three bits more.
   tolerance = 1e-4 if dtype == "float32" else 2**-7
   assert found.dtype == y.dtype
   assert np.abs(np.asarray(found, np.float64) - wanted).max() < tolerance * max(4, np.abs(wanted).max())
   for token, slot in enumerate(slots):
     if slot == 0:
       assert np.array_equal(np.asarray(found[token]), np.asarray(y[token])), "slot 0 changed a row"
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+def test_reference_adds_products_of_float16(slots):
+  test_adds_the_product_of_each_rows_slot("reference", "float16", slots, SHAPES["qkv"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -92,6 +98,13 @@ def test_nan_of_a_row_stays_in_it(implementation: str):
   assert np.isnan(found[1]).all() and np.isfinite(np.delete(found, 1, 0)).all()
 
 
+def test_float16_takes_the_reference():
+  assert (
+    choose_low_rank("cpu", jnp.dtype(jnp.float16)) == choose_low_rank("cuda", jnp.dtype(jnp.float16)) == "reference"
+  )
+  assert choose_low_rank("cpu", jnp.dtype(jnp.float32)) == native.choose_implementation("low_rank", "cpu")
+
+
 def test_refuses_arguments_that_do_not_match():
   inputs, runs, repeats, rank = SHAPES["qkv"]
   y, x, a, b = arrays(inputs, runs, repeats, rank, 3, "float32")
@@ -100,8 +113,11 @@ def test_refuses_arguments_that_do_not_match():
     add_low_rank(y, x[:, 1:], slots, a, b, runs, repeats)
   with pytest.raises(ValueError, match="do not match x"):
     add_low_rank(y, x, slots, a, b, runs, repeats + 1)
-  with pytest.raises(ValueError, match="must all be float32 or all bfloat16"):
+  with pytest.raises(ValueError, match="must all be one of float32, bfloat16, float16"):
     add_low_rank(y, x.astype(jnp.bfloat16), slots, a, b, runs, repeats)
+  halves = [each.astype(jnp.float16) for each in (y, x, a, b)]
+  with pytest.raises(ValueError, match="must all be one of float32, bfloat16$"):
+    add_low_rank(halves[0], halves[1], slots, *halves[2:], runs, repeats, "cpu")
   with pytest.raises(ValueError, match="implementation 'gpu' is not one of"):
     add_low_rank(y, x, slots, a, b, runs, repeats, "gpu")
   with pytest.raises(ValueError, match=f"has rank 8, and needs a multiple of {RANK_MULTIPLE}"):
