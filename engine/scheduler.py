@@ -22,7 +22,7 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
 """
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 
 from engine.admission import AdmissionControl
@@ -35,8 +35,6 @@ from engine.constraint import (
   NO_VERDICTS,
   ConstrainedDraft,
   Constraint,
-  ConstraintFailed,
-  DraftingConstraint,
   FailedConstraint,
   Recorded,
   Verdicts,
@@ -47,6 +45,7 @@ from engine.prefix_events import PrefixEventLog
 from engine.prefix_keys import PrefixKeys
 from engine.prefix_loads import PrefixLoads
 from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
+from engine.row_values import cut_tokens_at_end, judge_rows, split_logprobs
 from engine.shapes import StepShape
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculation import Speculation
@@ -54,7 +53,6 @@ from engine.steady_decode import SteadyDecode
 from engine.step_plan import StepPlan
 from engine.waiting_queue import WaitingQueue, by_rank
 
-_MOST_FORCED = 64  # tokens that follow those of a step at once, at 20 us each
 _EVICTED_SHARE = 8  # with a host pool, an eviction takes at most this part of a small pool
 
 
@@ -635,59 +633,7 @@ class Scheduler:
 
     Separate from commit(), so that a trace can hold the verdicts and a replay needs no constraints.
     """
-    if not batch.masks:
-      return NO_VERDICTS
-    rows = self._launched[batch.step]
-    done, failed, num_taken, forced = [], {}, {}, {}
-    for row in dict.fromkeys(row for row, _ in batch.masks):
-      request = rows[row]
-      constraint = request.constraint
-      if constraint is None or request.status is RequestStatus.FINISHED or row in result.bad_rows:
-        continue
-      num_drafts = batch.num_drafts[row] if batch.num_drafts else 0
-      tokens = result.tokens_of(row)
-      taken = 0
-      try:
-        for token in self._up_to_the_end(request, batch.starts[row] + batch.counts[row] - num_drafts, tokens):
-          constraint.accept(token)
-          taken += 1
-          if constraint.is_done:
-            done.append(row)
-            break
-      except ConstraintFailed as error:
-        failed[row] = str(error)
-      except Exception:  # foreign code, whose errors may affect only this request
-        failed[row] = CONSTRAINT_BROKE
-      if len(tokens) > 1 and (row in failed or constraint.is_done):
-        num_taken[row] = taken
-      elif request.takes_forced and row not in failed and request.stop_ids.isdisjoint(tokens):
-        try:
-          for token in self._force_tokens(request, constraint, taken):
-            forced[row] = (*forced.get(row, ()), token)
-          if forced.get(row) and constraint.is_done:
-            done.append(row)
-        except ConstraintFailed as error:
-          failed[row], num_taken[row] = str(error), taken
-        except Exception:  # foreign code, whose errors may affect only this request
-          failed[row], num_taken[row] = CONSTRAINT_BROKE, taken
-    return Verdicts(frozenset(done), failed, num_taken, forced)
-
-  def _force_tokens(self, request: Request, constraint: Constraint, num_new: int) -> Iterator[int]:
-    """Yields the tokens that must follow the request's output and `num_new` more, after the constraint accepts each.
-
-    Raises the errors of the constraint.
-    """
-    if not isinstance(constraint, DraftingConstraint):
-      return
-    most = request.params.max_tokens - len(request.output_token_ids) - num_new
-    for _ in range(min(most, _MOST_FORCED)):
-      token = -1 if constraint.is_done else constraint.find_forced()
-      if token < 0:
-        return
-      constraint.accept(token)
-      yield token
-      if token in request.stop_ids:
-        return
+    return judge_rows(self._launched[batch.step], batch, result) if batch.masks else NO_VERDICTS
 
   def commit(self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts = NO_VERDICTS) -> list[TokenEvent]:
     """Commits the values of a launched batch: new tokens, finishes, blocks to share.
@@ -758,7 +704,7 @@ class Scheduler:
         num_sampled = len(tokens)
         if self._speculation is not None:
           self._speculation.note_row(request, drafts[row], num_sampled - 1, self._num_steps, num_before)
-        tokens = self._up_to_the_end(request, end - drafts[row], tokens)[: num_taken.get(row)]
+        tokens = cut_tokens_at_end(request, end - drafts[row], tokens)[: num_taken.get(row)]
         end += len(tokens) - 1 - drafts[row]
         entries = entries[: len(entries) - (num_sampled - len(tokens))]
       outputs = request.output_token_ids
@@ -768,7 +714,7 @@ class Scheduler:
         self._publish(request, end // block_size)
       token_logprobs: tuple[TokenLogprobs, ...] = ()
       if entries:
-        token_logprobs, prompt_logprobs = self._split_logprobs(request, end, entries, len(tokens))
+        token_logprobs, prompt_logprobs = split_logprobs(request, end, entries, len(tokens))
         if prompt_logprobs:
           events.append(TokenEvent(request.id, prompt_logprobs=prompt_logprobs))
       if inputs:
@@ -799,34 +745,6 @@ class Scheduler:
       else:
         events.append(make_event(TokenEvent, (request.id, tokens, token_logprobs, (), None, "", 0, None, "", b"")))
     return events
-
-  def _up_to_the_end(self, request: Request, end: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a row's tokens up to the one that ends the request; the first token follows `end` positions."""
-    tokens = tokens[: request.max_computed_tokens - end + 1]
-    for index, token in enumerate(tokens):
-      if token in request.stop_ids:
-        return tokens[: index + 1]
-    return tokens
-
-  def _split_logprobs(
-    self,
-    request: Request,
-    end: int,
-    entries: tuple[TokenLogprobs, ...],
-    num_tokens: int,
-  ) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
-    """Splits a row's entries, the last at position end - 1, into those of new tokens and new ones of the prompt.
-
-    The entry of position p describes the token at p + 1. A recomputed prompt is reported only once.
-    """
-    params = request.params
-    token_logprobs = entries[-num_tokens:] if num_tokens and params.logprobs is not None else ()
-    if params.prompt_logprobs is None:
-      return token_logprobs, ()
-    first = end - len(entries)
-    begin = max(request.num_prompt_logprobs, first)
-    stop = min(end, request.num_prompt_tokens - 1)
-    return token_logprobs, entries[begin - first : stop - first] if begin < stop else ()
 
   def _publish(self, request: Request, num_blocks: int) -> None:
     keys = self._keys.first_keys(request, num_blocks)

@@ -99,7 +99,7 @@ BUGS = (
   ),
   Bug(
     "prompt log probabilities are reported twice",
-    "scheduler",
+    "row_values",
     "begin = max(request.num_prompt_logprobs, first)",
     "begin = first",
   ),
@@ -277,6 +277,7 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     "steady_decode",
     "step_plan",
     "draft_rows",
+    "row_values",
     "scheduler",
   ):
     source = (ENGINE / f"{name}.py").read_text()
@@ -289,6 +290,9 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     ("prefix_keys", "block_pool", "block_key"),
     ("prefix_keys", "block_pool", "root_key"),
     ("prefix_loads", "host_pool", "HostPool"),
+    ("scheduler", "row_values", "cut_tokens_at_end"),
+    ("scheduler", "row_values", "judge_rows"),
+    ("scheduler", "row_values", "split_logprobs"),
     ("scheduler", "prefix_loads", "PrefixLoads"),
     ("scheduler", "block_pool", "BlockPool"),
     ("scheduler", "batching", "make_batching"),

@@ -52,7 +52,7 @@ BUGS = (
   Bug(
     "tokens after the end are given",
     "scheduler",
-    "tokens = self._up_to_the_end(request, end - drafts[row], tokens)[",
+    "tokens = cut_tokens_at_end(request, end - drafts[row], tokens)[",
     "tokens = tokens[",
   ),
   Bug(
@@ -103,7 +103,7 @@ OF_CONSTRAINTS = (
   Bug("a step has too many masks", "draft_rows", "masks_left if candidate.masks else count", "count"),
   Bug(
     "a constraint judges a row for each mask",
-    "scheduler",
+    "row_values",
     "dict.fromkeys(row for row, _ in batch.masks)",
     "[row for row, _ in batch.masks]",
   ),
