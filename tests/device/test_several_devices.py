@@ -136,7 +136,7 @@ def test_codes_by_group_give_the_tokens_of_one_device(tmp_path: pathlib.Path, mo
   """The groups of a device's inputs are those of the whole; packed w8a8 rounds activations by parts of its inputs."""
   model = make_model(tmp_path / "model", "llama3", vocab_size=250)
   settings = [SETTINGS | more | {"num_devices": devices} for devices in counts]
-  check_same(*serve_on_devices(model, settings, make_requests(7, 24, 8)))
+  check_same(*serve_on_devices(model, settings, make_requests(7, 24, 12)))
 
 
 @pytest.mark.long
