@@ -65,7 +65,7 @@ class Column(enum.IntEnum):
   MIN_LENGTH = 17  # of SUPPRESS rows: tokens at which the request reaches min_tokens
 
 
-_NUM_SLOT_COLUMNS = Column.FLAGS + 1
+NUM_SLOT_COLUMNS = Column.FLAGS + 1
 _FLOATS = slice(Column.TEMPERATURE, Column.FLAGS)
 
 
@@ -273,16 +273,16 @@ class LogitRows:
   """The meaning of a packed step's logit rows, for reading its output.
 
   Attributes:
-    last: int32[rows of the batch], each row's last logit row, which samples.
+    last: each row's last logit row, which samples.
     wants: row -> (first logit row, one number of alternatives for each logit row), for rows that want logprobs.
-    targets: int32[logit rows], as packed.
+    targets: of each logit row, as packed.
     drafts: (row, first logit row, drafts) for each row with drafts, in order.
     plain: every row samples from its only logit row, and min_tokens suppresses nothing.
   """
 
-  last: np.ndarray
+  last: list[int]
   wants: dict[int, tuple[int, tuple[int, ...]]]
-  targets: np.ndarray
+  targets: list[int]
   drafts: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
   plain: bool = False
 
@@ -373,7 +373,7 @@ class Packer:
     self._num_slots, self._table_width, self._block_size = num_slots, table_width, block_size
     self._eos = eos_token_ids
     self._block_tables = np.zeros((num_slots + 1, table_width), np.int32)
-    self._columns = np.zeros((_NUM_SLOT_COLUMNS, num_slots + 1), np.int32)
+    self._columns = np.zeros((NUM_SLOT_COLUMNS, num_slots + 1), np.int32)
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
     self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens at which the request reaches min_tokens
     self._logprobs: dict[int, SamplingParams] = {}  # slots with logprobs
@@ -490,7 +490,7 @@ class Packer:
     rows = len(batch.slots)
     if not rows:
       _make_plans(layout, packed)
-      return LogitRows(np.zeros(0, np.int32), {}, np.zeros(0, np.int32))
+      return LogitRows([], {}, [])
 
     slots = np.array(batch.slots, np.int32)
     starts = np.array(batch.starts, np.int32)
@@ -548,7 +548,7 @@ class Packer:
     total = int(logit_ends[-1])
     last = logit_ends - 1
     if not total:
-      return LogitRows(last, {}, np.zeros(0, np.int32))
+      return LogitRows(last.tolist(), {}, [])
     if (num_logits == 1).all():
       row, back = slice(None), np.int32(0)
     else:
@@ -558,7 +558,7 @@ class Packer:
     final = samples[row] & (back <= num_after)  # a row with drafts samples at each of them
     slot = slots[row]
     live = columns[:, :total]
-    live[:_NUM_SLOT_COLUMNS] = self._columns[:, slot]
+    live[:NUM_SLOT_COLUMNS] = self._columns[:, slot]
     live[Column.SLOT : Column.MASK + 1] = slot
     live[Column.POSITION] = kv_lens[row] - back
     live[Column.TOKEN] = ends[row] - 1 - back
@@ -585,7 +585,7 @@ class Packer:
           if numbers:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
     plain = not suppresses and total == rows and bool(final.all())
-    return LogitRows(last, wants, live[Column.TARGET].copy(), drafts, plain)
+    return LogitRows(last.tolist(), wants, live[Column.TARGET].tolist(), drafts, plain)
 
   def _pack_drafts(
     self,

@@ -20,10 +20,11 @@ from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
 from engine.device.draft_model import DraftModel, LaunchedDraft
 from engine.device.host_blocks import HostBlocks
-from engine.device.model_input import EmbeddingRow, Flag, LogitRows, Packer, flags_of
+from engine.device.model_input import EmbeddingRow, Flag, LogitRows, flags_of
 from engine.device.programs import Program, ProgramSpec
 from engine.device.sampler import SlotState
-from engine.device.step_call import StepCall
+from engine.device.small_steps import SmallStepPacker
+from engine.device.step_call import LinesCall, PackedArray, StepCall
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
 
@@ -190,7 +191,7 @@ class LaunchedStep:
     embeddings = self._read_embeddings()
     if accepted:
       tokens, row_ends = [], []
-      for row, last in enumerate(rows.last.tolist()):
+      for row, last in enumerate(rows.last):
         first, end = accepted.get(row, (0, 0))
         tokens += sampled[first:end] or [sampled[last]]
         row_ends.append(len(tokens))
@@ -223,7 +224,7 @@ class LaunchedStep:
       if row in accepted:
         numbers = numbers[: accepted[row][1] - first]
       for line, number in enumerate(numbers, first):
-        token = int(rows.targets[line])
+        token = rows.targets[line]
         top = ()
         if number:
           top = tuple(zip(ids[line, :number].tolist(), top_logprobs[line, :number].tolist(), strict=True))
@@ -269,12 +270,20 @@ class ModelRunner:
     self.draft: DraftModel | None = None
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
-    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights)
+    self._packer = SmallStepPacker(
+      spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights
+    )
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self.adapted_calls: dict[StepShape, StepCall] = {}  # steps with adapters
     self._adapters: tuple[jax.Array, ...] = ()
     self._write_lines = {name: made[name] for name in programs.NUM_LINES}
+    width = spec.slot_state.mask.shape[1]
+    self._mask_calls = {
+      name: LinesCall(made[name], (programs.NUM_LINES[name], 1 + width), spec.num_slots, mesh_lib.replicated(spec.mesh))
+      for name, table in programs.LINE_TABLES.items()
+      if table == "mask" and spec.mesh.size == 1
+    }
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
       shape: StepCall(compiled, self._layouts[shape].size, mesh_lib.replicated(spec.mesh))
@@ -337,8 +346,7 @@ class ModelRunner:
 
   def _launch(self, batch: Batch, call: StepCall, *adapters: tuple[jax.Array, ...]) -> LaunchedStep:
     """Starts an admitted step by `call`, which takes `adapters` last."""
-    if batch.masks:
-      self._set_masks([(line, np.frombuffer(mask, "<i4")) for line, mask in self._packer.mask_lines(batch)])
+    masks = self._set_masks([*self._packer.mask_lines(batch)]) if batch.masks else ()
     packed = call.take()
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state
@@ -352,6 +360,8 @@ class ModelRunner:
     def give_back(donated: Any = donated) -> None:
       """Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now."""
       call.give_back(packed)
+      for of_lines, lines in masks:
+        of_lines.give_back(lines)
 
     return LaunchedStep(outputs, rows, embeds, self._away, give_back, draft, batch.samples)
 
@@ -407,11 +417,20 @@ class ModelRunner:
     if Flag.BIAS in flags:
       self._set_lines("bias", [(admission.slot, sampler.bias_row(admission.params, vocab))])
 
-  def _set_masks(self, lines: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Sets any number of rows of the table of masks."""
+  def _set_masks(self, lines: Sequence[tuple[int, bytes]]) -> list[tuple[LinesCall, PackedArray]]:
+    """Sets any number of rows of the table of masks; returns arrays to give back after the next step."""
     few, many = programs.NUM_LINES["mask"], programs.NUM_LINES["masks"]
+    taken = []
     for part in itertools.batched(lines, many):
-      self._set_lines("mask" if len(part) <= few else "masks", part)
+      name = "mask" if len(part) <= few else "masks"
+      call = self._mask_calls.get(name)
+      if call is None:
+        self._set_lines(name, [(line, np.frombuffer(mask, "<i4")) for line, mask in part])
+        continue
+      mask, packed = call.set_lines(self.slot_state.mask, part)
+      self.slot_state = dataclasses.replace(self.slot_state, mask=mask)
+      taken.append((call, packed))
+    return taken
 
   def _set_lines(self, name: str, lines: Sequence[tuple[int, np.ndarray]]) -> None:
     """Sets rows of a sampler table by the program `name`, by slot; at most programs.NUM_LINES[name]."""

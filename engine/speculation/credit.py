@@ -8,14 +8,15 @@ steps, and FIRST_CREDIT - LEAST_CREDIT + MOST_COST steps more. Gains pay costs b
 texts that repeat would pay for trials in those that do not.
 
 A trial that fails costs one step at least, unless it was free: cheap trials would be many, and each of them lengthens a
-gap between tokens.
+gap between tokens, and the gap after it. The 99th percentile of gaps counts them, not their length. So EARNED_SHARE is
+a tenth of the hundredth that it leaves out, and without credit no size is tried whose time is unknown or old.
 
 A look at requests for drafts takes the host's time before a step: 80 us right after a step, when caches are cold. Of a
 step of 0.4 ms that is a fifth, so looks at requests without accepted drafts have an account of their own. Gains fill
 it, since they saved at least as much before.
 """
 
-EARNED_SHARE = 0.005  # of each step without drafts
+EARNED_SHARE = 0.001  # of each step without drafts
 FIRST_CREDIT = 4.0  # steps, and the most that is saved up
 LEAST_CREDIT = -8.0
 LEAST_CHARGE = 1.0  # of a step that took longer for trials of which none succeeded
@@ -44,6 +45,11 @@ class DraftCredit:
   def allows_trials(self) -> bool:
     """Whether drafts whose acceptance is not known may be verified."""
     return self.steps > 0
+
+  @property
+  def allows_measuring(self) -> bool:
+    """Whether sizes of steps may be tried whose time is not known, or old: also if gains have paid all costs back."""
+    return self.steps >= 0
 
   @property
   def allows_drafts(self) -> bool:
@@ -77,15 +83,16 @@ class DraftCredit:
       seconds = LOOK_SECONDS + LOOK_SECONDS_A_REQUEST * num_requests + LOOK_SECONDS_A_TOKEN * num_tokens
       self.look_steps -= seconds / plain_seconds
 
-  def charge_step(self, num_taken: float, num_saved: float) -> None:
+  def charge_step(self, num_taken: float, num_saved: float, is_trial: bool = True) -> None:
     """Charges a step because of drafts.
 
     Args:
       num_taken: its time, in plain steps.
       num_saved: plain steps that would have given its tokens; 1 without an accepted draft.
+      is_trial: it had drafts, or followed some. A step after which a draft model proposes has none of its own.
     """
     cost = min(num_taken, MOST_COST) - num_saved
-    if cost > FREE_COST and num_saved <= 1 and self.allows_trials:
+    if is_trial and cost > FREE_COST and num_saved <= 1 and self.allows_trials:
       self.steps -= max(cost, LEAST_CHARGE)
     elif cost > 0:
       self.steps -= cost

@@ -83,7 +83,7 @@ class DraftCosts:
   def knows_proposing(self, planned: PlannedStep) -> bool:
     """Returns whether the time of such a step with proposals of a draft model is known."""
     table = self._behind_proposing if self._is_behind(planned) else self._alone_proposing
-    return table.estimate_steps(planned.num_tokens, 0)[0] != UNKNOWN
+    return table.estimate_step(planned.num_tokens) != UNKNOWN
 
   def _is_behind(self, planned: PlannedStep) -> bool:
     """Returns whether such a step is planned while the device computes another one."""
@@ -92,7 +92,7 @@ class DraftCosts:
   def _estimate_base(self, planned: PlannedStep) -> float:
     """Returns the seconds of the step without drafts."""
     table = self._behind_seconds if self._is_behind(planned) else self._alone_seconds
-    return table.estimate_steps(planned.num_tokens, 0)[0]
+    return table.estimate_step(planned.num_tokens)
 
   # Choices.
 
@@ -110,8 +110,11 @@ class DraftCosts:
       chances: for each candidate, the chance that its first 1, 2, ... drafts are all accepted.
       is_free: of each candidate, whether it has no constraint.
       proposing: a draft model proposes after a step with drafts, but not after one without.
-      chances_later: the same chances with nothing in flight before the drafts; (): as `chances`.
+      chances_later: the chances with nothing in flight before the drafts, as far as they are proved; (): as `chances`.
+        The next step waits for these alone: a trial costs less if it does not.
     """
+    for table in self._tables().values():
+      table.set_hope(self.credit.allows_measuring)
     later = chances_later or chances
     most = min(planned.most_drafts, sum(map(len, chances)))
     if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
@@ -119,7 +122,7 @@ class DraftCosts:
       return choose_drafts(chances, StepOption(planned.num_decodes, [1.0] * (most + 1)), 0.0, most)
     if self._is_behind(planned):
       return self._choose_with_next(planned, chances, is_free, proposing, later)
-    base = self._alone_seconds.estimate_steps(planned.num_tokens, 0)[0]
+    base = self._alone_seconds.estimate_step(planned.num_tokens)
     table = self._alone_proposing if proposing else self._alone_seconds
     seconds = add_caution(table.estimate_steps(planned.num_tokens, most), base)
     return choose_drafts(chances, StepOption(planned.num_decodes, seconds), planned.num_decodes / base, most)
@@ -142,11 +145,11 @@ class DraftCosts:
     """
     most = min(planned.most_drafts, sum(map(len, chances)))
     num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
-    base = self._behind_seconds.estimate_steps(num_tokens, 0)[0]
+    base = self._behind_seconds.estimate_step(num_tokens)
     table = self._behind_proposing if proposing else self._behind_seconds
     seconds = table.estimate_steps(num_tokens, most)
-    rest = min(base, self._behind_seconds.estimate_steps(num_free, 0)[0])  # of the next step
-    slowed = self._slowed_seconds.estimate_steps(num_free, 0)[0]
+    rest = min(base, self._behind_seconds.estimate_step(num_free))  # of the next step
+    slowed = self._slowed_seconds.estimate_step(num_free)
     after = rest if slowed == UNKNOWN else max(rest, slowed)
     num_rows = planned.num_decodes + num_free
     option = StepOption(
@@ -230,7 +233,7 @@ class DraftCosts:
       self.plain_seconds = seconds
     else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
-      self._charge_step(len(batch.slots), num_tokens, seconds, has_next)
+      self._charge_step(len(batch.slots), num_tokens, seconds, has_next, is_trial=bool(drafts) or is_slowed)
     # Without overlap, a plain step repeats; and with a constraint, it is planned alone in any case.
     if is_slowed and (batch.num_proposals or not was_behind and (batch.masks or not self._overlap)):
       return
@@ -248,10 +251,10 @@ class DraftCosts:
     self._num_plain += num_steps
     self.credit.earn_steps(num_steps)
 
-  def _charge_step(self, num_rows: int, num_tokens: int, seconds: float, has_next: bool) -> None:
-    base = (self._behind_seconds if has_next else self._alone_seconds).estimate_steps(num_rows, 0)[0]
+  def _charge_step(self, num_rows: int, num_tokens: int, seconds: float, has_next: bool, is_trial: bool) -> None:
+    base = (self._behind_seconds if has_next else self._alone_seconds).estimate_step(num_rows)
     if base != UNKNOWN:
-      self.credit.charge_step(seconds / base, num_tokens / num_rows)
+      self.credit.charge_step(seconds / base, num_tokens / num_rows, is_trial)
 
   # For traces.
 

@@ -453,7 +453,7 @@ class Speculation:
       [candidate.list_chances(candidate.num_unknown) for candidate in candidates],
       [not candidate.masks for candidate in candidates],
       proposing,
-      [candidate.list_chances(0) for candidate in candidates],
+      [list_chances(candidate.later, len(candidate.tokens)) for candidate in candidates],
     )
     self.waits = choice.waits
     if not planned.is_behind and not planned.num_others:

@@ -40,6 +40,8 @@ class StepSeconds:
     self._points: dict[int, list[float]] = {}
     self._scale = 1.0
     self._num_steps = 0
+    self._is_hopeful = True
+    self._found: dict[tuple[int, float], list[float]] = {}  # estimates since the latest measurement, from `base` on
 
   def note_step(self, num_tokens: int, seconds: float, num_steps: int = 1) -> float:
     """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed.
@@ -49,6 +51,7 @@ class StepSeconds:
     size = self._size_of(num_tokens)
     seconds = max(seconds, _LEAST_SECONDS) / self._scale
     self._num_steps += num_steps
+    self._found.clear()
     point = self._points.setdefault(size, [0, 0.0, self._num_steps])
     count, known, latest, *first = point
     is_stale = self._num_steps - latest > _BEGINS_ANEW_AFTER
@@ -82,25 +85,46 @@ class StepSeconds:
   def scale_all(self, factor: float) -> None:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""
     self._scale *= factor
+    self._found.clear()
 
   def pass_steps(self, num_steps: int = 1) -> None:
     """Notes steps of another kind."""
     self._num_steps += num_steps
+    self._found.clear()
 
   def estimate_steps(self, num_tokens: int, count: int, base: float = UNKNOWN) -> list[float]:
     """Returns the seconds of steps of `num_tokens` and of up to `count` more tokens; never decreasing.
 
     [UNKNOWN, ...] if no smaller or equal size is known: such a step must be measured first.
 
+    A choice needs the same steps again and again, at 12 us each, so they are kept until the next measurement.
+
     Args: base: seconds of a step of `num_tokens` of another kind, if this one is not known.
     """
+    found = self._found.get((num_tokens, base))
+    if found is None or len(found) <= count:
+      found = self._found[num_tokens, base] = self._estimate_steps(num_tokens, count, base)
+    return found[: count + 1]
+
+  def set_hope(self, is_hopeful: bool) -> None:
+    """Sets whether sizes above the known ones, and those not measured for long, count as cheap enough to be tried."""
+    if is_hopeful != self._is_hopeful:
+      self._is_hopeful = is_hopeful
+      self._found.clear()
+
+  def estimate_step(self, num_tokens: int) -> float:
+    """Returns the seconds of a step of `num_tokens`, or UNKNOWN."""
+    found = self._found.get((num_tokens, UNKNOWN))
+    return found[0] if found else self.estimate_steps(num_tokens, 0)[0]
+
+  def _estimate_steps(self, num_tokens: int, count: int, base: float) -> list[float]:
     self._drop_expired()
     first = self._size_of(num_tokens)
     seconds, shares = {}, {}
     for size, (_, known, latest, *_) in self._points.items():
       if known:
         age = max(0, min(_HALVES_AFTER, self._num_steps - latest - _BEGINS_ANEW_AFTER))
-        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER)
+        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self._is_hopeful else 1.0
         seconds[size] = self._scale * known * (shares[size] if size <= first else 1.0)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
@@ -112,8 +136,11 @@ class StepSeconds:
       if size > first and seconds[size] > least:
         seconds[size] = least + share * (seconds[size] - least)
     found = []
+    largest = sizes[-1]
     for tokens in range(num_tokens, num_tokens + count + 1):
-      least = max(least, self._estimate_step(self._size_of(tokens), sizes, seconds))
+      size = self._size_of(tokens)
+      is_known = self._is_hopeful or size <= largest or size == first
+      least = max(least, self._estimate_step(size, sizes, seconds)) if is_known else UNKNOWN
       found.append(least)
     return found
 
@@ -160,9 +187,11 @@ class StepSeconds:
   def state(self) -> dict:
     """Returns the measurements as plain JSON values; restore_state() takes them back."""
     points = [[size, *point] for size, point in self._points.items()]
-    return {"num_steps": self._num_steps, "scale": self._scale, "points": points}
+    return {"num_steps": self._num_steps, "scale": self._scale, "points": points, "is_hopeful": self._is_hopeful}
 
   def restore_state(self, state: dict) -> None:
     """Takes back what state() returned."""
+    self._found.clear()
     self._num_steps, self._scale = state["num_steps"], state["scale"]
+    self._is_hopeful = state.get("is_hopeful", True)  # traces of earlier versions lack it
     self._points = {size: point for size, *point in state["points"]}

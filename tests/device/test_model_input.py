@@ -226,7 +226,7 @@ class PackingRunner:
     np.testing.assert_array_equal(rows.last, expected_rows.last)
     np.testing.assert_array_equal(rows.targets, expected_rows.targets)
     assert (rows.wants, rows.plain) == (expected_rows.wants, expected_rows.plain)
-    kept = (packed, expected), (rows.targets, expected_rows.targets.copy())
+    kept = (packed, expected), (rows.targets, list(expected_rows.targets))
     return PackedStep(self.fake.launch(batch), lambda: free.append(packed), *kept)
 
 
@@ -252,7 +252,7 @@ def test_a_repeated_step_equals_a_fresh_one():
     ('"positions", "slot_mapping", "kv_lens"', '"positions", "slot_mapping"'),
     ('      _field(layout, advance, "columns")[Column.POSITION, :rows] = 1\n', ""),
     ("self._advance, out=packed)\n", "self._advance, out=self._packed); packed[:] = self._packed\n"),
-    ("live[Column.TARGET].copy()", "live[Column.TARGET]"),
+    ("live[Column.TARGET].tolist()", "live[Column.TARGET]"),
     ("    packed.fill(0)\n", ""),
     ("plain = not suppresses and ", "plain = "),
   ],

@@ -287,7 +287,7 @@ def test_masks_of_more_rows_than_one_call_takes(runner):
   for slots in ((5, 0, 7), (5, 0, 7, *range(9, 40)), (5, 0, 7, *range(9, num_lines))):
     lines = [(slot, rng.integers(-(2**31), 2**31, words, dtype=np.int32)) for slot in slots]
     before = np.asarray(runner.slot_state.mask).copy()
-    runner._set_masks(lines)
+    runner._set_masks([(slot, line.tobytes()) for slot, line in lines])
     after = np.asarray(runner.slot_state.mask)
     for slot, line in lines:
       assert np.array_equal(after[slot], line)

@@ -141,3 +141,32 @@ def test_a_restored_state_continues():
     each.note_step(3, 0.09)
   assert twin.state() == times.state()
   assert twin.estimate_steps(1, 50) == times.estimate_steps(1, 50)
+
+
+@pytest.mark.parametrize("ladder", [None, ShapeLadder((2, 8, 16), 16)])
+def test_without_hope_only_known_sizes_have_a_time_and_old_ones_keep_theirs(ladder: ShapeLadder | None):
+  times = StepSeconds(ladder)
+  note(times, 2, 0.01)
+  assert UNKNOWN not in times.estimate_steps(2, 2)
+  times.set_hope(False)
+  assert times.estimate_steps(2, 2) == [0.01, UNKNOWN, UNKNOWN]
+  note(times, 4, 0.03)
+  known = times.estimate_steps(2, 2)
+  assert known[2] == 0.03 and UNKNOWN not in known
+  times.pass_steps(2000)
+  assert times.estimate_steps(2, 2) == known
+  times.set_hope(True)
+  assert times.estimate_steps(2, 2)[2] < 0.03
+
+
+def test_estimates_are_kept_until_the_next_measurement():
+  times, other = StepSeconds(None), StepSeconds(None).state()
+  note(times, 2, 0.01)
+  assert times.estimate_step(2) == 0.01 and times.estimate_steps(2, 2) == [0.01] * 3
+  note(times, 2, 0.02, 9)
+  measured = times.estimate_step(2)
+  assert measured > 0.01
+  times.scale_all(2.0)
+  assert times.estimate_step(2) == pytest.approx(2 * measured)
+  times.restore_state(other)
+  assert times.estimate_step(2) == UNKNOWN
