@@ -48,8 +48,6 @@ _SUMS: dict[str, Callable[..., np.ndarray]] = {
   "add": np.add,
   "sub": np.subtract,
   "mul": np.multiply,
-  "min": np.fmin,
-  "max": np.fmax,
   "fma": lambda a, b, c: a * b + c,
   "neg": np.negative,
   "abs": np.abs,
@@ -69,7 +67,7 @@ def _calculate(context: Context, instruction: PtxInstruction) -> Body:
   modifiers = set(instruction.name[1:-1])
   if not modifiers <= {"rn", "ftz", "NaN"}:
     raise unknown_instruction(instruction)
-  function = {"min": np.minimum, "max": np.maximum}[opcode] if "NaN" in modifiers else _SUMS[opcode]
+  function = operations.EXTREMES.get((opcode, "NaN" in modifiers)) or _SUMS[opcode]
   register = np.uint32 if kind[2] else np.uint16
   target = take_register(instruction.operands[0])
   fetched = [context.fetch(operand, register) for operand in instruction.operands[1:]]
@@ -248,7 +246,7 @@ def _add_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
   """Returns a * b + c in f32, rounded down."""
   product, addend = a.astype(np.float64) * b, c.astype(np.float64)  # the product is exact
   total = product + addend
-  rest = product - (total - addend) + (addend - (total - (total - addend)))  # the rounding of the sum (Knuth)
+  rest = operations.find_rest(product, addend, total)
   nearest = total.astype(np.float32)
   passed = (nearest > total) | ((nearest == total) & (rest < 0))
   return np.where(passed, np.nextafter(nearest, np.float32(-np.inf)), nearest)

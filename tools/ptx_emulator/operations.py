@@ -200,9 +200,42 @@ def _shift_right(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def fuse(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-  """Returns a * b + c of f32."""
-  return (a.astype(np.float64) * b + c).astype(np.float32)  # exact product; the sum is rounded twice, to 53 bits first
+  """Returns a * b + c of f32, rounded once to the nearest f32, ties to even."""
+  product = a.astype(np.float64) * b  # exact
+  total = product + c
+  lost = find_rest(product, c, total)
+  if np.count_nonzero(lost):
+    # A sum that was rounded must not seem to lie in the middle of two f32. Rounded to an odd last bit, it never does.
+    bits = total.view(np.int64)
+    inexact = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
+    total = np.where(inexact, bits + np.where((lost > 0) == (total > 0), 1, -1), bits).view(np.float64)
+  return total.astype(np.float32)
 
+
+def find_rest(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+  """Returns what the rounding of the f64 sum `total` of a and b has left out (Knuth). NaN where the sum is infinite."""
+  from_b = total - a
+  return a - (total - from_b) + (b - from_b)
+
+
+def _choose_zeros(
+  function: np.ufunc, join: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+  def choose(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    bits = _UNSIGNED[a.dtype.itemsize]
+    equal = join(a.view(bits), b.view(bits))  # the same number, or zeros of two signs
+    return np.where(a == b, equal, function(a, b).view(bits)).view(a.dtype)
+
+  return choose
+
+
+# min and max of floats, where +0 is more than -0, which numpy leaves open; by name, and whether a NaN stays.
+EXTREMES: dict[tuple[str, bool], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+  ("min", False): _choose_zeros(np.fmin, np.bitwise_or),
+  ("max", False): _choose_zeros(np.fmax, np.bitwise_and),
+  ("min", True): _choose_zeros(np.minimum, np.bitwise_or),
+  ("max", True): _choose_zeros(np.maximum, np.bitwise_and),
+}
 
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
   "add": np.add,
@@ -210,8 +243,8 @@ _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
   "and": np.bitwise_and,
   "or": np.bitwise_or,
   "xor": np.bitwise_xor,
-  "min": np.fmin,
-  "max": np.fmax,
+  "min": np.minimum,
+  "max": np.maximum,
   "mul": np.multiply,
   "div": np.divide,
 }
@@ -233,8 +266,8 @@ def _binary(context: Context, instruction: PtxInstruction) -> Body:
   if not modifiers <= _ROUNDING or kind not in KINDS:
     raise unknown_instruction(instruction)
   dtype, function = KINDS[kind], _BINARY[name]
-  if "NaN" in modifiers:
-    function = {"max": np.maximum, "min": np.minimum}[name]
+  if kind[0] == "f" and name in ("min", "max"):
+    function = EXTREMES[name, "NaN" in modifiers]
   target = take_register(instruction.operands[0])
   a, b, *more = (context.fetch(operand, dtype) for operand in instruction.operands[1:])
   if more:  # min and max of three f32

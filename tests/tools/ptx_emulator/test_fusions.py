@@ -1,6 +1,8 @@
 """PTX instructions of XLA's own kernels, each compared with numpy on the values of its lanes."""
 
 from collections.abc import Mapping
+from fractions import Fraction
+import math
 
 import ml_dtypes
 import numpy as np
@@ -126,9 +128,124 @@ def test_an_instruction_computes_what_numpy_does(operation: str, inputs: list[np
   np.testing.assert_array_equal(apply(operation, inputs, expected.dtype), expected)
 
 
-def test_a_product_and_sum_are_rounded_down_once():
-  from fractions import Fraction
+ZERO, MINUS, NAN, INF, ONE = 0.0, -0.0, math.nan, math.inf, 1.0
+TINY = 2.0**-149  # the least f32
 
+
+def nearest_f32(exact: Fraction) -> float:
+  """Returns the f32 that is nearest to a finite number, ties to an even last bit."""
+  near = F32.type(float(exact))
+  found = (np.nextafter(near, F32.type(-INF)), near, np.nextafter(near, F32.type(INF)))
+  return float(min(found, key=lambda each: (abs(Fraction(float(each)) - exact), int(each.view(U32)) & 1)))
+
+
+def test_pairs_of_products_and_sums_are_rounded_once():
+  """Of fma.rn.f32x2: sums that separate roundings, also a first one to 53 bits, would change."""
+  numbers = RNG.standard_normal((32, 2, 3)) * [1, 1, 1e-3]
+  numbers[:4, 0] = [
+    (1 + 2**-12, 1 + 2**-12, -1),  # the product alone would lose 2^-24
+    (24929, 673, 2**-40),  # the product is 2^24 + 1, in the middle of two f32; the addend decides
+    (24929, 673, -(2**-40)),
+    (-24929, 673, -(2**-40)),
+  ]
+  numbers[:4, 1] = [
+    (24929, 673, 0),  # a tie, to even: 2^24
+    (2**-75, 2**-75, TINY),  # the product alone would be 0, and is less than half of the addend's last bit
+    (3 * 2.0**-75, 2.0**-75, TINY),  # and here more than half of it
+    (2**-75, -(2**-75), 2**-126),
+  ]
+  parts = numbers.astype(F32)
+  operands = [np.ascontiguousarray(parts[:, :, each]).view(U64)[:, 0] for each in range(3)]
+  found = apply("fma.rn.f32x2 {d}, {a}, {b}, {c};", operands, U64).view(F32).reshape(32, 2)
+  expected = [
+    [nearest_f32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))) for a, b, c in pair] for pair in parts
+  ]
+  np.testing.assert_array_equal(found, np.array(expected, F32))
+  assert found[1, 0] == 2**24 + 2 and found[2, 0] == 2**24 and found[0, 1] == 2**24
+
+
+def test_pairs_of_products_and_sums_keep_what_no_number_is():
+  """Of fma.rn.f32x2, each half for itself: NaN, infinities and the sign of zeros, IEEE 754 6.3."""
+  cases = [  # a, b, c and the result
+    (NAN, 1, 1, NAN),
+    (1, NAN, 1, NAN),
+    (1, 1, NAN, NAN),
+    (INF, ZERO, 1, NAN),
+    (INF, 1, -INF, NAN),
+    (INF, -1, 5, -INF),
+    (1, 2, INF, INF),
+    (3e38, 3e38, -INF, -INF),  # the product overflows nothing
+    (3e38, 2, 0, INF),
+    (3e38, 2, -3e38, 3e38),
+    (ZERO, MINUS, MINUS, MINUS),
+    (ZERO, MINUS, ZERO, ZERO),
+    (ZERO, ONE, MINUS, ZERO),
+    (MINUS, ONE, MINUS, MINUS),
+    (2, 3, -6, ZERO),
+    (-TINY, TINY, ZERO, MINUS),
+  ]
+  low = np.array(cases, F32)
+  pairs = np.stack([low, low[::-1]], 1)  # [16, 2, 4]
+  operands = [np.ascontiguousarray(pairs[:, :, each]).view(U64)[:, 0] for each in range(3)]
+  found = apply("fma.rn.f32x2 {d}, {a}, {b}, {c};", operands, U64).view(F32).reshape(-1, 2)
+  np.testing.assert_array_equal(found, pairs[:, :, 3])
+  signs = ~np.isnan(found)
+  np.testing.assert_array_equal(np.signbit(found[signs]), np.signbit(pairs[:, :, 3][signs]))
+
+
+@pytest.mark.parametrize(
+  ("operation", "expected"),
+  [
+    ("max", [3, 3, 3, 2, 2, 5, NAN, INF, ZERO, ZERO, ZERO, MINUS, -1]),
+    ("max.NaN", [3, 3, 3, NAN, NAN, NAN, NAN, INF, ZERO, ZERO, ZERO, MINUS, -1]),
+    ("min", [1, 1, 1, 1, 1, 5, NAN, -INF, MINUS, MINUS, MINUS, MINUS, -3]),
+    ("min.NaN", [1, 1, 1, NAN, NAN, NAN, NAN, -INF, MINUS, MINUS, MINUS, MINUS, -3]),
+  ],
+)
+def test_the_extreme_of_three_numbers(operation: str, expected: list[float]):
+  """Of min and max of three f32 (PTX ISA): a NaN is left out, or stays with .NaN, and +0 is more than -0."""
+  inputs = [
+    (1, 2, 3),
+    (3, 1, 2),
+    (2, 3, 1),
+    (NAN, 1, 2),
+    (2, 1, NAN),
+    (NAN, 5, NAN),
+    (NAN, NAN, NAN),
+    (INF, 0, -INF),
+    (ZERO, MINUS, MINUS),
+    (MINUS, ZERO, MINUS),
+    (MINUS, MINUS, ZERO),
+    (MINUS, MINUS, MINUS),
+    (-1, -2, -3),
+  ]
+  a, b, c = np.array(inputs, F32).T
+  # All lanes, since numpy's own choice between zeros depends on a lane's place.
+  for start in range(len(inputs)):
+    lanes = (np.arange(32) + start) % len(inputs)
+    found = apply(f"{operation}.f32 {{d}}, {{a}}, {{b}}, {{c}};", [a[lanes], b[lanes], c[lanes]], F32)
+    wanted = np.array(expected, F32)[lanes]
+    np.testing.assert_array_equal(found, wanted)
+    signs = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(found[signs]), np.signbit(wanted[signs]))
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_zeros_have_an_order_in_extremes_of_two(kind: str):
+  dtype = {"f32": F32, "f16": np.dtype(np.float16), "bf16": BF16}[kind]
+  a, b = np.array([ZERO, MINUS] * 16).astype(dtype), np.array([MINUS, ZERO] * 16).astype(dtype)
+  for name, is_negative in (("max", False), ("min", True), ("max.NaN", False), ("min.NaN", True)):
+    assert (np.signbit(apply(f"{name}.{kind} {{d}}, {{a}}, {{b}};", [a, b], dtype)) == is_negative).all(), name
+
+
+def test_four_numbers_have_no_extreme():
+  with pytest.raises(PtxError, match="the emulator does not know max.f32"):
+    apply("max.f32 {d}, {a}, {b}, {c}, {c};", [X, Y, Z], F32)
+  with pytest.raises(PtxError, match="the emulator does not know max.s32"):
+    apply("max.s32 {d}, {a}, {b}, {c};", [N, J, K], S32)
+
+
+def test_a_product_and_sum_are_rounded_down_once():
   a, b = (RNG.standard_normal(32).astype(F32) for _ in range(2))
   c = (RNG.standard_normal(32) * 1e4).astype(F32)
   found = apply("fma.rm.f32 {d}, {a}, {b}, {c};", [a, b, c], F32)
