@@ -4,7 +4,8 @@
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
   make check-device ARGS=--emulate      no rungs: the PTX of each GPU kernel runs on this CPU (tools/ptx_emulator)
   make check-device ARGS="--emulate --model=demo"
-                                        no rungs: whole steps of the demo model run there, and serve ten requests
+                                        no rungs: whole steps of the demo model run there, and serve ten requests;
+                                        with --target=sm_80 or sm_120 by the portable kernels
 
 It asserts that KV is updated in place, that neither KV nor a weight is copied or (int8) widened in memory, that
 temporaries are bounded, and that executables can be stored. Where devices share a model, a layer has two all-reduces,
@@ -153,10 +154,10 @@ def emulate_kernels(small: bool, schedules: int) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def emulate_steps(model: str) -> int:
-  """Serves requests by emulated steps of a model in models/; returns the exit code."""
-  command = [sys.executable, "-m", "tools.ptx_emulator.serve", f"--model={_MODELS / model}"]
-  return subprocess.run(command, env=os.environ | environment(TARGETS["h200"], None), check=False).returncode
+def emulate_steps(model: str, target: str) -> int:
+  """Serves requests by emulated steps of a model in models/; returns the exit code. Args: target: a GPU of TARGETS."""
+  command = [sys.executable, "-m", "tools.ptx_emulator.serve", f"--model={_MODELS / model}", f"--target={target}"]
+  return subprocess.run(command, env=os.environ | environment(TARGETS[target], None), check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--emulate",
     action="store_true",
-    help="run the GPU kernels' PTX; with --small on one batch; with --model=demo whole steps",
+    help="run the GPU kernels' PTX; with --small on one batch; with --model=demo whole steps, of --target",
   )
   parser.add_argument("--schedules", type=positive_int, default=5, help="with --emulate: a kernel on its least batch")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
@@ -185,7 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       parser.error(
         f"--emulate --model={args.model}: whole steps need a folder of models/ with weights; give --model=demo"
       )
-    return emulate_steps(args.model)
+    return emulate_steps(args.model, args.target or "h200")
+  if args.emulate and args.target:
+    parser.error(
+      f"--emulate --target={args.target}: the kernels of all targets run; for whole steps, give --model=demo"
+    )
   if args.emulate:
     return emulate_kernels(args.small, args.schedules)
   cases = _SMALL if args.small else _WHOLE

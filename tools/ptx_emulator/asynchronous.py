@@ -87,8 +87,8 @@ def _synchronize(context: Context, instruction: PtxInstruction) -> Body:
     if warp.number not in barrier.arrived:
       if barrier.arrived and barrier.threads != threads:
         raise KernelFault(f"barrier {number}: {threads} threads here, {barrier.threads} elsewhere")
-      barrier.threads = threads
-      barrier.arrived[warp.number] = block.count_threads(mask)
+      come = block.count_threads(mask)
+      barrier.threads, barrier.arrived[warp.number] = threads, come
       warp.agent.release_to(barrier.knowledge)
       come = sum(barrier.arrived.values())
       if come > threads:
@@ -266,11 +266,13 @@ def _copy_pieces(context: Context, instruction: PtxInstruction) -> Body:
       raise KernelFault(f"address {int(addresses[addresses % count != 0][0]):#x} is no multiple of {count}")
     block.shadow.begin_async_write(warp.agent.knowledge, block.next_operation(), offsets.reshape(-1), is_generic=True)
     is_read = np.arange(count) < given[:, None]
-    places, serial = (addresses[:, None] + np.arange(count))[is_read], block.serial
+    places, serials = (addresses[:, None] + np.arange(count))[is_read], block.serials(mask)
+    if isinstance(serials, np.ndarray):
+      serials = np.broadcast_to(serials[:, None], is_read.shape)[is_read]
 
     def move() -> None:
       values = np.zeros(offsets.shape, np.uint8)  # of what is not read
-      values[is_read] = block.launch.memory.read(places, 1, serial)[:, 0]
+      values[is_read] = block.launch.memory.read(places, 1, serials)[:, 0]
       block.shared.data[offsets] = values
       if not np.array_equal(block.shared.data[offsets], values):
         raise AccessError("two lanes copy different values to a byte of shared memory")
@@ -448,16 +450,24 @@ def _load_matrix(context: Context, instruction: PtxInstruction) -> Body:
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
-    naming = np.arange(len(mask)) % LANES < 8 * count  # lanes whose addresses count
+    taking = _lanes_of_warps(mask)
+    naming = taking & (np.arange(len(mask)) % LANES < 8 * count)  # lanes whose addresses count
     offsets = block.locate_shared(where(block, warp)[naming], naming, 16)
     block.shadow.note_read(warp.agent, offsets.reshape(-1))
     matrices = block.shared.data[offsets].view(np.uint16).reshape(-1, count, 8, 8)  # of each warp
     if transposed:
       matrices = matrices.swapaxes(2, 3)
     for name, matrix in zip(names, np.ascontiguousarray(matrices.swapaxes(0, 1)), strict=True):
-      write(warp, name, matrix.reshape(-1).view(np.uint32), mask)
+      values = np.zeros(len(mask), np.uint32)
+      values[taking] = matrix.reshape(-1).view(np.uint32)
+      write(warp, name, values, mask)
 
   return run
+
+
+def _lanes_of_warps(mask: np.ndarray) -> np.ndarray:
+  """Returns bool[lanes]: all lanes of the warps that have lanes in a mask. Of several blocks, some may have ended."""
+  return np.repeat(mask.reshape(-1, LANES).any(1), LANES)
 
 
 def _store_matrix(context: Context, instruction: PtxInstruction) -> Body:
@@ -468,9 +478,10 @@ def _store_matrix(context: Context, instruction: PtxInstruction) -> Body:
 
   def run(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
     require_whole_warp(warp, group)
-    naming = np.arange(len(mask)) % LANES < 8 * count
+    taking = _lanes_of_warps(mask)
+    naming = taking & (np.arange(len(mask)) % LANES < 8 * count)
     offsets = block.locate_shared(where(block, warp)[naming], naming, 16)
-    matrices = np.stack([value(block, warp) for value in values]).view(np.uint16).reshape(count, -1, 8, 8)
+    matrices = np.stack([value(block, warp)[taking] for value in values]).view(np.uint16).reshape(count, -1, 8, 8)
     matrices = matrices.swapaxes(0, 1)  # of each warp
     if transposed:
       matrices = matrices.swapaxes(2, 3)

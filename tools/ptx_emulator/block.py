@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import copy
 import dataclasses
 
 import numpy as np
@@ -100,6 +101,11 @@ class NamedBarrier:
   knowledge: Knowledge
   passed: dict[int, Knowledge] = dataclasses.field(default_factory=dict)
 
+  def copy(self) -> NamedBarrier:
+    """Returns the same state, for other blocks."""
+    passed = {warp: knowledge.copy() for warp, knowledge in self.passed.items()}
+    return NamedBarrier(self.threads, dict(self.arrived), self.knowledge.copy(), passed)
+
 
 @dataclasses.dataclass
 class Operation:
@@ -159,6 +165,19 @@ class Warp:
     self.dirty: set[str] = set()
     self.threads = np.arange(LANES) + number * LANES
     self._local: np.ndarray | None = None
+
+  def take(self, lanes: np.ndarray) -> Warp:
+    """Returns a warp of some of the lanes, in the state of this one, which no wgmma uses. Args: lanes: int[n]."""
+    warp = copy.copy(self)
+    warp.registers = {name: values[lanes] for name, values in self.registers.items()}
+    warp.full, warp.threads = np.ones(len(lanes), np.bool_), self.threads[lanes]
+    masks = [(group.pc, group.mask[lanes]) for group in self.groups]
+    warp.groups = [Group(pc, warp.full if mask.all() else mask) for pc, mask in masks if mask.any()]
+    warp.agent = Agent(self.number, self.agent.knowledge.copy())
+    warp.copies, warp.copy_groups = list(self.copies), [list(group) for group in self.copy_groups]
+    warp.dirty = set(self.dirty)
+    warp._local = None if self._local is None else self._local[lanes]
+    return warp
 
   def is_whole(self, mask: np.ndarray) -> bool:
     """Returns whether a group's mask has all lanes that have not ended."""
@@ -355,9 +374,13 @@ class Block:
         self.finish_operation(self._operations[rng.integers(len(self._operations))])
       elif live := [warp for warp in self.warps if warp.groups]:
         if not any(self._run_warp(warp, 1) for warp in live):  # each says what it lacks now
-          raise KernelFault(self._describe_deadlock(live))
+          self.handle_deadlock(live)
       else:
         return
+
+  def handle_deadlock(self, live: list[Warp]) -> None:
+    """Ends the block if its warps wait for ever. Raises KernelFault. Args: live: the warps that have not ended."""
+    raise KernelFault(self._describe_deadlock(live))
 
   def _run_warp(self, warp: Warp, count: int) -> bool:
     """Runs at most `count` instructions; returns whether any ran."""

@@ -10,6 +10,7 @@ Lanes of one warp are one agent: an exchange between lanes without __syncwarp go
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -98,6 +99,13 @@ class Shadow:
     self._generic = 0  # bit set of operations that write through the generic proxy
     self._latest = np.zeros(num_warps, np.int64)  # epoch of each warp's latest read
     self._readers: list[tuple[int, np.ndarray, slice]] = []  # operations that read, where, and from first to last
+
+  def take(self, bytes_: np.ndarray) -> Shadow:
+    """Returns what is known of some bytes, which no asynchronous operation reads. Args: bytes_: offsets."""
+    shadow = copy.copy(self)
+    shadow._writer, shadow._written, shadow._read = self._writer[bytes_], self._written[bytes_], self._read[:, bytes_]
+    shadow._latest, shadow._readers = self._latest.copy(), []
+    return shadow
 
   def note_read(self, agent: Agent, bytes_: np.ndarray) -> None:
     """Checks and notes a warp's read. Args: bytes_: offsets."""

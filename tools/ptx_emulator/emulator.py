@@ -21,6 +21,7 @@ and one with acquire order them. Not modelled, and why:
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
 import math
 
 import numpy as np
@@ -78,12 +79,16 @@ def run_kernel(
         context = operations.Context(kernel, values, addresses, part.num_lanes)
         lockstep.Lockstep(launch, kernel.threads, part, translate_kernel(kernel, context), rng).run()
       return
+
+    @functools.cache
+    def translate(lanes: int) -> Program:
+      return translate_kernel(kernel, operations.Context(kernel, values, addresses, lanes))
+
     if is_of_xla and lockstep.is_regular(kernel):
-      for part in lockstep.split_grid(kernel, grid, rng):
-        context = operations.Context(kernel, values, addresses, len(part.serials) * LANES)
-        lockstep.BlockRow(launch, kernel.threads, part, translate_kernel(kernel, context), rng).run()
+      for part in lockstep.split_grid(kernel, grid, rng, launch.shared_bytes):
+        lockstep.BlockRow(launch, kernel.threads, part, translate, rng).run()
       return
-    program = translate_kernel(kernel, operations.Context(kernel, values, addresses))
+    program = translate(LANES)
     for serial in rng.permutation(math.prod(grid)).tolist():
       index = serial % grid[0], serial // grid[0] % grid[1], serial // (grid[0] * grid[1])
       Block(launch, index, kernel.threads, rng, program).run()

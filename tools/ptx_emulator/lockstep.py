@@ -3,12 +3,14 @@
 A numpy operation costs nearly the same for 32 lanes as for thousands. XLA's loop fusions and many of its reductions
 have no shared memory and no barrier of a block. No order of their warps can change what they do, so all threads of a
 grid are one array (`Lockstep`). Triton's matmuls share memory within a block. There a warp is an array of the warps of
-one number in all blocks, and warps take turns in an adversarial order, the same one in each block (`BlockRow`).
+one number in all blocks, and warps take turns in an adversarial order, the same one in each block (`BlockRow`). Where
+nothing can go on because blocks are at different instructions, those that agree go on as a row of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import copy
 import dataclasses
 import math
 
@@ -20,8 +22,9 @@ from tools.ptx_emulator.memory import SharedMemory
 from tools.ptx_emulator.reader import Kernel
 
 _MOST_LANES = 1 << 16
+_MOST_SHARED = 1 << 22  # bytes of shared memory of the blocks of a row; what is known of each byte takes fifty more
 _MOST_STEPS = 1 << 20  # instructions of a kernel before it counts as one that never ends
-# Opcodes for the warps of one block at a time: asynchronous operations, and those of one thread of a block.
+# Opcodes for the warps of one block at a time: asynchronous operations but for cp.async, and those of one thread.
 _ONE_BLOCK = frozenset("barrier cp wgmma mbarrier fence prefetch setmaxnreg elect".split())
 # Opcodes that need the warps of a block.
 _TOGETHER = _ONE_BLOCK | {"ldmatrix", "stmatrix", "mma", "atom", "red"}
@@ -52,15 +55,21 @@ def is_independent(kernel: Kernel) -> bool:
 
 
 def is_regular(kernel: Kernel) -> bool:
-  """Returns whether blocks of a kernel can run side by side: none waits for another, or for a copy."""
-  return not any(each.name[0] in _ONE_BLOCK or "acq_rel" in each.name for each in kernel.instructions)
+  """Returns whether blocks of a kernel can run side by side: none waits for another, or for a copy of one thread."""
+  return not any(
+    (each.name[0] in _ONE_BLOCK and (each.name[:2] != ("cp", "async") or "bulk" in each.name)) or "acq_rel" in each.name
+    for each in kernel.instructions
+  )
 
 
-def split_grid(kernel: Kernel, grid: tuple[int, int, int], rng: np.random.Generator) -> Iterator[GridPart]:
-  """Yields parts of a grid, in any order of the blocks."""
+def split_grid(
+  kernel: Kernel, grid: tuple[int, int, int], rng: np.random.Generator, shared_bytes: int = 0
+) -> Iterator[GridPart]:
+  """Yields parts of a grid, in any order of the blocks. Args: shared_bytes: of a block."""
   lanes = -(-kernel.threads // LANES) * LANES
   serials = rng.permutation(math.prod(grid))
-  for part in np.array_split(serials, max(1, -(-len(serials) * lanes // _MOST_LANES))):
+  most = max(1, min(_MOST_LANES // lanes, _MOST_SHARED // max(shared_bytes, 1)))
+  for part in np.array_split(serials, max(1, -(-len(serials) // most))):
     yield GridPart(part, grid, len(part) * lanes)
 
 
@@ -122,9 +131,16 @@ class BlockRow(Block):
   """Blocks side by side, each with its own shared memory; a warp holds the lanes of the same warp of all blocks."""
 
   def __init__(
-    self, launch: KernelLaunch, num_threads: int, part: GridPart, program: Program, rng: np.random.Generator
+    self,
+    launch: KernelLaunch,
+    num_threads: int,
+    part: GridPart,
+    translate: Callable[[int], Program],
+    rng: np.random.Generator,
   ):
-    super().__init__(launch, (0, 0, 0), num_threads, rng, program)
+    """Args: translate: returns the program for warps of so many lanes."""
+    super().__init__(launch, (0, 0, 0), num_threads, rng, translate(len(part.serials) * LANES))
+    self._translate = translate
     self._num_blocks = len(part.serials)
     self._block = np.repeat(np.arange(self._num_blocks), LANES)  # of each lane
     serials = part.serials[self._block]
@@ -141,16 +157,50 @@ class BlockRow(Block):
   @property
   def label(self) -> str:
     """The name of the blocks, for errors."""
-    return f"{self._num_blocks} blocks"
+    return f"{self._num_blocks} blocks" if self._num_blocks > 1 else f"block {int(self._serials[0]) - 1}"
 
   def serials(self, mask: np.ndarray) -> np.ndarray:
     """Returns the serial of the block of each lane of a mask."""
     return self._serials[mask]
 
   def count_threads(self, mask: np.ndarray) -> int:
-    """Returns the threads of a block in a mask, which has as many of each block."""
-    return int(mask.sum()) // self._num_blocks
+    """Returns the threads of a block in a mask. Waits if blocks that have not ended differ in it."""
+    live = np.logical_or.reduce([group.mask for warp in self.warps for group in warp.groups])
+    counts = np.unique(np.count_nonzero(mask.reshape(-1, LANES), 1)[live.reshape(-1, LANES).any(1)])
+    if len(counts) > 1:
+      raise Waiting(f"{counts.tolist()} threads of blocks have come")
+    return int(counts[0])
 
   def locate_shared(self, addresses: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
     """See Block."""
     return self.shared.offsets(addresses, size) + (self._block[mask] * self.launch.shared_bytes)[:, None]
+
+  def handle_deadlock(self, live: list[Warp]) -> None:
+    """Runs blocks that are at the same instructions to their end, as rows of their own. Raises KernelFault."""
+    places = np.full((len(self.warps), self._num_blocks * LANES), -1)
+    for warp in self.warps:
+      for group in warp.groups:
+        places[warp.number, group.mask] = group.pc
+    by_block = places.reshape(len(self.warps), self._num_blocks, LANES).swapaxes(0, 1).reshape(self._num_blocks, -1)
+    kinds, kind = np.unique(by_block, axis=0, return_inverse=True)
+    if len(kinds) == 1:
+      super().handle_deadlock(live)
+    for number in self.rng.permutation(len(kinds)).tolist():
+      self._take(np.flatnonzero(kind.reshape(-1) == number)).run()
+    for warp in self.warps:
+      warp.groups = []
+
+  def _take(self, blocks: np.ndarray) -> BlockRow:
+    """Returns the row of some of the blocks, as they are now; no copy is under way. Args: blocks: int[n], from 0."""
+    row, size = copy.copy(self), self.launch.shared_bytes
+    lanes = (blocks[:, None] * LANES + np.arange(LANES)).reshape(-1)
+    row.program = self._translate(len(lanes))
+    row._num_blocks, row._block = len(blocks), np.repeat(np.arange(len(blocks)), LANES)
+    x, y, z = self.index
+    row.index, row._serials = (x[lanes], y[lanes], z[lanes]), self._serials[lanes]
+    row.shared = self.shared.take(blocks)
+    row.shadow = self.shadow.take((blocks[:, None] * size + np.arange(size)).reshape(-1))
+    row.warps = [warp.take(lanes) for warp in self.warps]
+    row._operations = []
+    row.named = {number: barrier.copy() for number, barrier in self.named.items()}
+    return row

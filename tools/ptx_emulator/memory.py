@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+import copy
 import dataclasses
 
 import numpy as np
@@ -176,6 +177,12 @@ class SharedMemory:
     """Args: size: of a block. num_blocks: that follow each other in `data`."""
     self._size = size
     self.data = rng.integers(0, 256, size * num_blocks, np.uint8)
+
+  def take(self, blocks: np.ndarray) -> SharedMemory:
+    """Returns a copy of the memory of some blocks. Args: blocks: their numbers, int[n]."""
+    memory = copy.copy(self)
+    memory.data = self.data.reshape(-1, self._size)[blocks].reshape(-1)
+    return memory
 
   def offsets(self, addresses: np.ndarray, size: int, alignment: int | None = None) -> np.ndarray:
     """Returns the offsets int64[n, size] of bytes at addresses [n] of the first block. Raises AccessError."""

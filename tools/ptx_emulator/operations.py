@@ -203,10 +203,10 @@ def fuse(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
   """Returns a * b + c of f32, rounded once to the nearest f32, ties to even."""
   product = a.astype(np.float64) * b  # exact
   total = product + c
-  lost = find_rest(product, c, total)
-  if np.count_nonzero(lost):
+  bits = total.view(np.int64)
+  if np.count_nonzero(bits & 0x0FFF_FFFF) != bits.size:  # the middle of two f32, or subnormal ones, has zeros there
     # A sum that was rounded must not seem to lie in the middle of two f32. Rounded to an odd last bit, it never does.
-    bits = total.view(np.int64)
+    lost = find_rest(product, c, total)
     inexact = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
     total = np.where(inexact, bits + np.where((lost > 0) == (total > 0), 1, -1), bits).view(np.float64)
   return total.astype(np.float32)

@@ -1,6 +1,6 @@
-"""Serves ten short requests by steps compiled for an H200 and run on the PTX emulator, and compares the tokens.
+"""Serves ten short requests by steps compiled for a GPU and run on the PTX emulator, and compares the tokens.
 
-  python -m tools.ptx_emulator.serve --model=models/demo
+  python -m tools.ptx_emulator.serve --model=models/demo [--target=sm_80]
 
 The engine, its scheduler and its packed arrays are the real ones, with the KV layout and the plans of a GPU. Each step
 is the program that a GPU would execute, but XLA's own matmuls replace cuBLASLt's. The same requests then run by this
@@ -35,6 +35,7 @@ from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 from tools.arguments import CommandParser, positive_int
 from tools.check_device import targets
+from tools.check_device.targets import Target
 from tools.ptx_emulator.module import ModuleRunner, compile_module
 
 _TEXTS = (
@@ -53,11 +54,13 @@ _TEXTS = (
 LOGPROB_LIMIT = 0.1
 # Largest error of the log probabilities of the most likely tokens, relative in norm. One rounding to bf16 is 4e-3.
 NORM_LIMIT = 1e-2
+# One of each set of kernels: those for Hopper, and the portable ones. sm_86 and sm_89 get the code of sm_80.
+GPUS = ("h200", "sm_80", "sm_120")
 
 
-def place_on_gpu(spec: ProgramSpec) -> ProgramSpec:
-  """Returns a spec of a CPU's programs as one of an H200's, with the same arrays."""
-  mesh = mesh_lib.make_mesh(targets.devices(targets.TARGETS["h200"]))
+def place_on_gpu(spec: ProgramSpec, target: Target) -> ProgramSpec:
+  """Returns a spec of a CPU's programs as one of a GPU's, with the same arrays."""
+  mesh = mesh_lib.make_mesh(targets.devices(target))
   whole = mesh_lib.replicated(mesh)
 
   def move(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -86,10 +89,11 @@ class EmulatedPrograms:
     faults: what kernels did wrong. JAX raises an error of its own that only quotes it.
   """
 
-  def __init__(self, seed: int = 0):
-    """Args: seed: of the kernels' schedules."""
-    self._seed = seed
+  def __init__(self, target: Target, seed: int = 0):
+    """Args: target: one GPU. seed: of the kernels' schedules."""
+    self._target, self._seed = target, seed
     self._programs: dict[str, Program] = {}
+    self._device: Any = None
     self.runners: dict[str, ModuleRunner] = {}
     self.num_steps, self.seconds = 0, 0.0
     self.faults: list[Exception] = []
@@ -106,7 +110,8 @@ class EmulatedPrograms:
 
   def begin(self, spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> None:
     """See ExecutableSource."""
-    on_gpu = place_on_gpu(spec)
+    on_gpu = place_on_gpu(spec, self._target)
+    self._device = on_gpu.mesh.devices.flat[0]
     steps = [device_programs.step_program(on_gpu, shape) for shape in rungs]
     self._programs = {program.name: program for program in steps}
 
@@ -115,7 +120,9 @@ class EmulatedPrograms:
     on_gpu = self._programs.get(program.name)
     if on_gpu is None:
       return program.compile()
-    runner = self.runners[program.name] = ModuleRunner(compile_module(on_gpu), self._seed)
+    with targets.tracing_for(self._target, self._device):
+      module = compile_module(on_gpu)
+    runner = self.runners[program.name] = ModuleRunner(module, self._seed)
     leaves, tree = jax.tree.flatten(program.results)
     results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -167,10 +174,11 @@ class AnswerDifferences(NamedTuple):
   error: float
 
 
-def build_emulated(options: BuildOptions, source: EmulatedPrograms, events: list[TokenEvent]) -> Built:
+def build_emulated(options: BuildOptions, source: EmulatedPrograms, target: Target, events: list[TokenEvent]) -> Built:
   """Builds an engine whose steps are emulated; each warms up by one step without a token."""
   # Otherwise the build refuses an implementation of another platform.
-  with mock.patch.object(engine_build, "attention_candidates", lambda requested, device: (("gpu",), "")):
+  names = (target.attention,)
+  with mock.patch.object(engine_build, "attention_candidates", lambda requested, device: (names, "")):
     return build_engine(options, lambda *_: None, events.extend, source=source)
 
 
@@ -223,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.ptx_emulator.serve", "Serve ten requests by emulated GPU steps; compare.")
   parser.add_argument("--model", type=pathlib.Path, required=True, help="folder of a small bf16 model with a tokenizer")
+  parser.add_argument("--target", choices=GPUS, default="h200", help="the GPU that steps are compiled for")
   parser.add_argument("--tokens", type=positive_int, default=4, help="most tokens of an answer")
   parser.add_argument("--seed", type=int, default=0, help="of the kernels' schedules")
   args = parser.parse_args(arguments)
@@ -242,9 +251,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     queue_timeout_s=0.0,
   )
   started = time.perf_counter()
-  source, events = EmulatedPrograms(args.seed), []
-  built = build_emulated(options, source, events)
-  print(f"{len(source.runners)} steps compiled and warmed up in {time.perf_counter() - started:.0f} s", flush=True)
+  target = targets.TARGETS[args.target]
+  source, events = EmulatedPrograms(target, args.seed), []
+  built = build_emulated(options, source, target, events)
+  took = time.perf_counter() - started
+  print(
+    f"{args.target}, attention {target.attention}: {len(source.runners)} steps compiled and warmed up in {took:.0f} s"
+  )
   found = answer_requests(built, events, prompts, args.tokens)
   reference = build_engine(dataclasses.replace(options, attention="reference"), lambda *_: None, events.extend)
   expected = answer_requests(reference, events, prompts, args.tokens)
@@ -255,6 +268,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   num_tokens = sum(len(answer.tokens) for answer in found)
   print(f"{len(found)} requests, {num_tokens} tokens by {source.num_steps} emulated steps in {source.seconds:.0f} s")
   print(f"log probabilities: largest difference {largest:.3f}, error of the {MAX_LOGPROBS} most likely {error:.1e}")
+  times = sorted(
+    ((*each, name) for runner in source.runners.values() for name, each in runner.times.items()), reverse=True
+  )
+  for seconds, count, name in times[:5]:
+    print(f"  {seconds:6.1f} s in {count} launches of {name}")
   print(f"{len(lines)} differences from the CPU's")
   return 1 if lines else 0
 

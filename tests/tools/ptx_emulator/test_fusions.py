@@ -447,3 +447,102 @@ def test_warps_of_xla_may_write_equal_bytes_without_an_order():
     run(body, {"a": np.array([5], S32)}, **rest)
   with pytest.raises(KernelFault, match="nothing orders the two"):
     run("mov.u32 %r2, %tid.x; shr.u32 %r2, %r2, 5;" + body.replace("], %r1", "], %r2"), {"a": np.zeros(1, S32)}, **rest)
+
+
+# Two warps of each block exchange numbers as often as their block wants, sum them, and then exchange the sums. A block
+# that wants a negative number ends at once.
+ROUNDS = """
+  ld.param::entry.b64 %rd1, [a]; ld.param::entry.b64 %rd2, [b];
+  mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x;
+  mul.wide.u32 %rd3, %r1, 4; add.s64 %rd3, %rd1, %rd3; ld.global.b32 %r3, [%rd3];
+  setp.lt.s32 %p1, %r3, 0; @%p1 ret;
+  mad.lo.s32 %r4, %r1, 64, %r2; mul.wide.u32 %rd4, %r4, 4; add.s64 %rd2, %rd2, %rd4;
+  mov.b64 %rd5, tile; xor.b32 %r5, %r2, 32;
+  mul.wide.u32 %rd6, %r2, 4; add.s64 %rd6, %rd5, %rd6; mul.wide.u32 %rd7, %r5, 4; add.s64 %rd7, %rd5, %rd7;
+  mov.b32 %r6, 0; mov.b32 %r7, 0;
+  setp.ge.s32 %p1, %r6, %r3; @%p1 bra LAST;
+AGAIN:
+  add.s32 %r8, %r4, %r6; st.shared.b32 [%rd6], %r8;
+  bar.sync 0;
+  ld.shared.b32 %r9, [%rd7]; add.s32 %r7, %r7, %r9;
+  INSIDE
+  add.s32 %r6, %r6, 1; setp.lt.s32 %p1, %r6, %r3; @%p1 bra AGAIN;
+LAST:
+  st.shared.b32 [%rd6], %r7;
+  BEHIND
+  ld.shared.b32 %r9, [%rd7]; st.global.b32 [%rd2], %r9;
+"""
+
+
+def run_rounds(found: np.ndarray, inside: str = "bar.sync 0;", behind: str = "bar.sync 0;", side: bool = True) -> None:
+  """Runs ROUNDS in a block for each of six counts, which it sums into `found`, int32[6, 64]."""
+  body = ROUNDS.replace("INSIDE", inside).replace("BEHIND", behind)
+  arrays = {"a": np.array(COUNTS, S32), "b": found}
+  run(body, arrays, 64, 6, ".extern .shared .align 16 .b8 tile[];", 256, is_of_xla=side)
+
+
+COUNTS = (3, 0, 1, 3, 2, -1)
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["one by one", "side by side"])
+def test_blocks_that_differ_in_length_go_on_as_rows_of_their_own(side: bool):
+  """Those without a round wait at the last barrier, while others wait at one in the loop: no deadlock."""
+  found = np.zeros((6, 64), S32)
+  run_rounds(found, side=side)
+  own = np.arange(6 * 64, dtype=S32).reshape(6, 64)  # a thread gets the sum of what it wrote itself, twice exchanged
+  counts = np.maximum(COUNTS, 0)[:, None]
+  expected = own * counts + counts * (counts - 1) // 2
+  np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+  ("parts", "words"),
+  [
+    ({"inside": ""}, "nothing orders the two"),
+    ({"behind": ""}, "nothing orders the two"),
+    (
+      {"behind": "setp.eq.s32 %p2, %r3, 1; setp.gt.and.s32 %p2, %r2, 31, %p2; @%p2 ret; bar.sync 0;"},
+      r"block 2: deadlock[^$]*warp 0, 32 lanes, line 29: bar.sync 0: barrier 0 has 32 of 64 threads",
+    ),
+  ],
+)
+def test_what_rows_of_their_own_may_not_lack(parts: dict, words: str):
+  with pytest.raises(KernelFault, match=words):
+    run_rounds(np.zeros((6, 64), S32), **parts)
+
+
+# Each block copies as many pieces of 16 bytes a thread as it wants, and thread t then reads what thread t + 32 copied.
+PIECES = """
+  ld.param::entry.b64 %rd1, [a]; ld.param::entry.b64 %rd2, [b]; ld.param::entry.b64 %rd9, [c];
+  mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x;
+  mul.wide.u32 %rd3, %r1, 4; add.s64 %rd3, %rd9, %rd3; ld.global.b32 %r3, [%rd3];
+  mad.lo.s32 %r4, %r1, 64, %r2; mul.wide.u32 %rd4, %r4, 16; add.s64 %rd1, %rd1, %rd4; add.s64 %rd2, %rd2, %rd4;
+  mov.b64 %rd5, tile; xor.b32 %r5, %r2, 32;
+  mul.wide.u32 %rd6, %r2, 16; add.s64 %rd6, %rd5, %rd6; mul.wide.u32 %rd7, %r5, 16; add.s64 %rd7, %rd5, %rd7;
+  mov.b32 %r6, 0;
+AGAIN:
+  cp.async.cg.shared.global [%rd6], [%rd1], 16;
+  cp.async.commit_group;
+  WAIT
+  bar.sync 0;
+  ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%rd7]; st.global.v4.b32 [%rd2], {%r10, %r11, %r12, %r13};
+  bar.sync 0;
+  add.s64 %rd1, %rd1, 6144; add.s64 %rd2, %rd2, 6144;
+  add.s32 %r6, %r6, 1; setp.lt.s32 %p1, %r6, %r3; @%p1 bra AGAIN;
+  bar.sync 0;
+"""
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["one by one", "side by side"])
+def test_copies_of_threads_run_in_blocks_of_different_length(side: bool):
+  counts = np.array([3, 1, 1, 3, 2, 1], S32)
+  source = RNG.integers(0, 1000, (3, 6, 2, 32, 4)).astype(S32)
+  found = np.full_like(source, -1)
+  rest = {"threads": 64, "grid": 6, "head": ".extern .shared .align 16 .b8 tile[];", "shared": 1024, "is_of_xla": side}
+  arrays = {"a": source, "b": found, "c": counts}
+  run(PIECES.replace("WAIT", "cp.async.wait_group 0;"), arrays, **rest)
+  copied = (np.arange(3)[:, None] < counts)[..., None, None, None]
+  np.testing.assert_array_equal(found, np.where(copied, source[:, :, ::-1], -1))
+  assert lockstep.is_regular(make_kernel(PIECES.replace("WAIT", ""), "abc", 64, rest["head"]))
+  with pytest.raises(KernelFault, match="nobody has waited"):
+    run(PIECES.replace("WAIT", ""), arrays, **rest)
