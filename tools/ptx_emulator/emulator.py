@@ -1,7 +1,11 @@
 """Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
 
-Blocks run one after another in any order. They may not read each other's writes, unless an atomic addition with release
-and one with acquire order them. Not modelled, and why:
+Blocks run one after another in any order, those of XLA's programs side by side where they may (`lockstep`). They may not
+read each other's writes, unless an atomic addition with release and one with acquire order them. None waits for
+another one, so no set of them must be on the device together. Not modelled, and why:
+
+  tcgen05, tensor memory (sm_100a)       a product's sums lie in a memory of their own, which needs allocation, a proxy
+                                         and barriers of its own; a kernel for a B200 stops with the line
 
   clusters, several SMs' shared memory   no kernel uses them
   caches                                 they change no number
