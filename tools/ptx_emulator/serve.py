@@ -244,8 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     token_budgets=(16, 64),
     max_num_seqs=16,
     prefill_chunk=64,
-    num_blocks=32,
-    max_model_len=256,
+    num_blocks=32 if args.target == "h200" else 64,
+    max_model_len=256 if args.target == "h200" else 512,  # from here on, the portable kernels have rows in parts
     overlap="false",
     request_timeout_s=0.0,  # a step takes a minute, and longer on a busy machine
     queue_timeout_s=0.0,

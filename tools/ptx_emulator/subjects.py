@@ -1,7 +1,7 @@
 """Each GPU kernel of paged attention on one tiny batch: its arrays, its program to compile, and what must come out.
 
-The portable kernels are compiled for an A100 ("sm_80" in a name), an RTX PRO 6000 ("sm_120") and an H200 ("h200"), the
-others for an H200.
+The portable kernels are compiled for an A100 ("sm_80" in a name), an RTX PRO 6000 ("sm_120"), a B200 ("sm_100a") and an
+H200 ("h200"), the others for an H200.
 
 The batches are the least that use a ring again, have a second block, parts of a split row, padding, and an end inside a
 page. What no row uses is NaN, as in tools/gpu/cases.py, whose oracle is dense attention in f32.
@@ -351,12 +351,13 @@ _MAKERS: Mapping[str, Callable[[str], Subject]] = {
   "decode": _decode,
   "decode-only": functools.partial(_decode, has_prefill=False),
 }
-_SMALL_DTYPES = {"sm_80": ("bf16", "fp8"), "sm_120": ("bf16", "fp8")}
+_SMALL_DTYPES = dict.fromkeys(("sm_80", "sm_120", "sm_100a"), ("bf16", "fp8"))
 _ANY_DTYPES = _SMALL_DTYPES | {"sm_80": ("bf16", "fp8", "f16", "f32")}
-# Of the portable kernels; with the dtypes of queries, or of the pool, by target. On an H200, prefill has wgmma.
+# Of the portable kernels; with the dtypes of queries, or of the pool, by target. On an H200, prefill has wgmma. On a
+# B200 it has tcgen05, which the emulator does not know, but with f32.
 _PORTABLE: Mapping[str, tuple[Callable[[str], Subject], Mapping[str, tuple[str, ...]]]] = {
   "write": (lambda dtype: _write(KV_DTYPES[dtype], is_portable=True), _SMALL_DTYPES),
-  "prefill": (_portable_prefill, _ANY_DTYPES | {"h200": ("bf16", "fp8", "f16")}),
+  "prefill": (_portable_prefill, _ANY_DTYPES | {"h200": ("bf16", "fp8", "f16"), "sm_100a": ("f32",)}),
   "decode": (_portable_decode, dict.fromkeys(_SMALL_DTYPES, ("bf16",))),
   "parts": (_portable_parts, _ANY_DTYPES),
   "combine": (_portable_combine, dict.fromkeys(_SMALL_DTYPES, ("bf16",))),
