@@ -1,12 +1,11 @@
 """Runs a PTX kernel on numpy arrays: every block, with an adversarial schedule from a seed.
 
-Blocks run one after another in any order, those of XLA's programs side by side where they may (`lockstep`). They may not
-read each other's writes, unless an atomic addition with release and one with acquire order them. None waits for
-another one, so no set of them must be on the device together. Not modelled, and why:
+Blocks run one after another in any order, those of XLA's programs side by side where they may (`lockstep`). They may
+not read each other's writes, unless an atomic addition with release and one with acquire order them. No kernel has a
+block that waits for another one, so they need not be on the device together. Not modelled, and why:
 
   tcgen05, tensor memory (sm_100a)       a product's sums lie in a memory of their own, which needs allocation, a proxy
-                                         and barriers of its own; a kernel for a B200 stops with the line
-
+                                         and barriers of its own; a kernel that has it stops with the line
   clusters, several SMs' shared memory   no kernel uses them
   caches                                 they change no number
   weak order of warps in global memory   a block's warps exchange nothing through it but behind barriers
@@ -17,6 +16,7 @@ another one, so no set of them must be on the device together. Not modelled, and
     cp.async copies apart
   registers and their limits             ptxas allocates them, and `make check-device` reads its report
   rounding of approximate functions      ex2 and lg2 have numpy's, whose error is the smaller one
+  the one rounding of an fma of f64      numpy has no exact product of f64, so it is rounded, too
   the bits of a NaN                      this CPU makes several, of which a GPU has one; two lanes may write any of them
                                          to one word, as those of a row do that a tile has and no token uses
   time                                   it is what a device is for
