@@ -351,7 +351,7 @@ _MAKERS: Mapping[str, Callable[[str], Subject]] = {
   "decode": _decode,
   "decode-only": functools.partial(_decode, has_prefill=False),
 }
-_SMALL_DTYPES = dict.fromkeys(("sm_80", "sm_120", "sm_100a"), ("bf16", "fp8"))
+_SMALL_DTYPES: dict[str, tuple[str, ...]] = dict.fromkeys(("sm_80", "sm_120", "sm_100a"), ("bf16", "fp8"))
 _ANY_DTYPES = _SMALL_DTYPES | {"sm_80": ("bf16", "fp8", "f16", "f32")}
 # Of the portable kernels; with the dtypes of queries, or of the pool, by target. On an H200, prefill has wgmma. On a
 # B200 it has tcgen05, which the emulator does not know, but with f32.
