@@ -76,6 +76,12 @@ def check_model_folder(folder: pathlib.Path, *, needs_weights: bool = True) -> N
     )
 
 
+def count_weight_bytes(folder: pathlib.Path) -> int:
+  """Returns the bytes of a folder's safetensors and GGUF files, without what is missing; 0 for a Sluice folder."""
+  files = (file for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf"))
+  return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def find_gguf(folder: pathlib.Path) -> pathlib.Path | None:
   """Returns the GGUF file of a folder without safetensors. Raises CheckpointError if there are several."""
   if (folder / SINGLE).exists() or (folder / INDEX).exists():

@@ -27,11 +27,15 @@ from typing import TYPE_CHECKING, Any
 from absl import app
 import uvloop
 
+from engine import accelerator
 from engine.config import EngineConfig
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError, InvalidRequest
+from engine.free_memory import read_free_bytes
+from engine.model_folder import count_weight_bytes
 from engine.prefix_events import PrefixEventLog
 from extensions.prefill_decode.composition import RoleComposition
+from pallas_kernels import huge_pages
 from server import flags
 from server.errors import NotConfigured, Starting
 from server.flags import ProgramSettings
@@ -147,6 +151,7 @@ def _build(
     leader.gather_hosts(settings)
   # Imported here because JAX takes seconds to import, and a bad flag should fail at once.
   report.enter_stage("importing JAX")
+  _fetch_memory(program, settings)
   from engine.device.options import BuildOptions
   from extensions.disaggregated.build import build_any
 
@@ -173,11 +178,32 @@ def _build(
     from extensions.executable_bundle.bundle import Bundle
 
     source = Bundle(program.executable_bundle, options.batching)
-  built = build_any(
-    options, report.tell_progress, emit, engine_class=engine_class, source=source, report_fact=report.tell_fact
-  )
+  try:
+    built = build_any(
+      options, report.tell_progress, emit, engine_class=engine_class, source=source, report_fact=report.tell_fact
+    )
+  finally:
+    huge_pages.end_fetch()
   _load_modules(program, built, report)
   return built, tokenizer
+
+
+def _fetch_memory(program: ProgramSettings, settings: dict[str, Any]) -> None:
+  """Begins to touch memory for weights on another thread, if this start will load such weights as its files hold.
+
+  Only a guess: weights find memory without it, and what they leave returns to the system.
+  """
+  is_other = settings["quantization"] not in ("auto", "none") or settings["matmul"] == "xla"
+  platforms = os.environ.get("JAX_PLATFORMS", "")
+  if settings["random_weights"] or is_other or platforms not in ("", "cpu") or (os.cpu_count() or 1) < 2:
+    return
+  if not platforms:
+    machine = accelerator.read_machine()
+    if machine.nvidia_nodes or machine.tpu_nodes:
+      return
+  num_bytes, free = count_weight_bytes(pathlib.Path(program.model)), read_free_bytes()
+  if free is not None and num_bytes <= free // 2:
+    huge_pages.fetch_ahead(num_bytes)
 
 
 def _load_modules(program: ProgramSettings, built: Any, report: StartReport) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import pathlib
 import shutil
 from typing import Any
 
@@ -10,11 +9,10 @@ from jax.sharding import Mesh
 
 from engine.device import kv_cache
 from engine.errors import ConfigError
+from engine.free_memory import read_free_bytes
 from engine.shapes import StepShape
 from models.config import ModelConfig
-
-_MEMINFO = pathlib.Path("/proc/meminfo")
-_CGROUP = pathlib.Path("/sys/fs/cgroup")  # cgroup of this process, as a container sees it
+from pallas_kernels import huge_pages
 
 
 def step_bytes(share: ModelConfig, shape: StepShape, itemsize: int) -> int:
@@ -99,21 +97,10 @@ def size_host_pool(host_kv_mb: int, block_bytes: int, free: int | None, beside: 
 
 
 def host_free_bytes() -> int | None:
-  """Returns the bytes that this process may still allocate, including swappable memory; None if unknown."""
-  try:
-    lines = _MEMINFO.read_text().splitlines()
-    numbers = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    free = numbers["MemAvailable"] + numbers["SwapFree"]
-  except (OSError, ValueError, LookupError):
-    return None
-  try:
-    limit = int((_CGROUP / "memory.max").read_text())  # ValueError: "max"
-    cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    used = int((_CGROUP / "memory.current").read_text()) - int(cached["inactive_file"])
-    free = min(free, limit - used)
-  except (OSError, ValueError, LookupError):
-    pass
-  return max(free, 0)
+  """Returns the bytes that this process may still allocate, with those fetched ahead for weights; None if unknown."""
+  with huge_pages.hold_fetch() as spare:
+    free = read_free_bytes()
+  return None if free is None else free + spare
 
 
 def _mib(size: int) -> str:

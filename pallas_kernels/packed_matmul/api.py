@@ -8,22 +8,19 @@ multiplies by them. It also quantizes x, to 8 bits by row and chunk of inputs; `
 arithmetic in numpy.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import math
-import mmap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import native
+from pallas_kernels import huge_pages, native
 
 COLUMNS = 32  # kColumns
 _STEPS = {4: 8, 6: 16, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes, or 12 at 6 bits
 _LARGEST_CHUNK = 128  # kLargestChunk
-_HUGE_PAGE = 2**21
 
 
 def check_supported(dtype: jnp.dtype) -> None:
@@ -44,13 +41,9 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   The memory is aligned, so jax.device_put adopts it without a copy to ordinary pages.
   """
   count = math.prod(shape)
-  whole_pages = count * dtype.itemsize // _HUGE_PAGE * _HUGE_PAGE
-  if not whole_pages or not hasattr(mmap, "MADV_HUGEPAGE"):
+  if count * dtype.itemsize < huge_pages.HUGE_PAGE:
     return np.zeros(shape, dtype)
-  memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-  begin = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
-  with contextlib.suppress(OSError):  # an operating system without huge pages
-    memory.madvise(mmap.MADV_HUGEPAGE, begin, whole_pages)  # not the last page, which may be almost empty
+  memory, begin = huge_pages.take_zeros(count * dtype.itemsize)
   return np.frombuffer(memory, dtype, count, begin).reshape(shape)
 
 

@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 
+from engine import free_memory
 from engine.device import kv_cache, memory_check, weights
 from engine.device.build import build_engine
 from engine.device.options import BuildOptions
@@ -97,6 +98,6 @@ def test_what_fits_is_not_refused():
 def test_memory_of_the_machine_or_of_the_container(tmp_path, monkeypatch, files, free):
   for name, text in files.items():
     (tmp_path / name).write_text(text)
-  monkeypatch.setattr(memory_check, "_MEMINFO", tmp_path / "meminfo")
-  monkeypatch.setattr(memory_check, "_CGROUP", tmp_path)
+  monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
+  monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
   assert memory_check.host_free_bytes() == free
