@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   args.seconds = args.seconds or (60.0 if args.share else 0.5)
   if args.share:
     return print_share(args)
-  kinds, bandwidth = implementations(), read_bandwidth(args.seconds)
+  kinds, (bandwidth, _) = implementations(), read_bandwidth(args.seconds)
   print(f"12 query and 4 KV heads of 64, f32, blocks of 16; all cores read {bandwidth / 1e9:.1f} GB/s")
   head = "".join(f" {name if dtype == 'float32' else dtype:>9s} {'median':>9s}" for name, dtype in kinds)
   head += f" {'naive':>8s} {'KV MB':>8s} {'floor':>8s} {'x floor':>8s}"

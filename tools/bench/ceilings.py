@@ -23,12 +23,14 @@ class Ceilings:
   """The ceilings of the devices of a mesh, in sum.
 
   Attributes:
-    bytes_s: bytes read from memory, a second.
+    bytes_s: bytes read from memory, a second, by the best of many reads.
     flops_s: operations a second in a matmul of the model's dtype.
+    median_bytes_s: the same as bytes_s by the median of these reads; 0: not measured.
   """
 
   bytes_s: float
   flops_s: float
+  median_bytes_s: float = 0.0
 
   def seconds(self, num_bytes: float, flops: float) -> float:
     """Returns the roofline's seconds for work that reads `num_bytes` and does `flops` operations."""
@@ -43,12 +45,17 @@ class Ceilings:
     }
 
 
-def read_bandwidth(seconds: float) -> float:
-  """Returns the bytes a second that all cores together read from memory: the maximum of 256 MiB each."""
+def read_bandwidth(seconds: float) -> tuple[float, float]:
+  """Returns the bytes a second that all cores together read from memory: the maximum of 256 MiB each.
+
+  Returns:
+    Of the best read and of the median one.
+  """
   arrays = [np.ones(_ON_CPU[0], np.float32) for _ in range(os.cpu_count() or 1)]
   with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:
-    best_ms, _ = best_and_median(lambda: list(pool.map(np.max, arrays)), seconds)
-  return 1e3 * sum(array.nbytes for array in arrays) / best_ms
+    best_ms, median_ms = best_and_median(lambda: list(pool.map(np.max, arrays)), seconds)
+  thousands = 1e3 * sum(array.nbytes for array in arrays)
+  return thousands / best_ms, thousands / median_ms
 
 
 def measure(dtype: Any, seconds: float) -> Ceilings:
@@ -62,14 +69,14 @@ def measure(dtype: Any, seconds: float) -> Ceilings:
   on_cpu = jax.default_backend() == "cpu"
   count, size = _ON_CPU if on_cpu else _ELSEWHERE
   if on_cpu:
-    bytes_s = read_bandwidth(seconds / 2)
+    bytes_s, median_bytes_s = read_bandwidth(seconds / 2)
   else:
     values, largest = jnp.ones(count, jnp.float32), jax.jit(jnp.max)
-    read_ms, _ = best_and_median(lambda: largest(values).block_until_ready(), seconds / 2)
-    bytes_s = 1e3 * values.nbytes / read_ms
+    read_ms, median_ms = best_and_median(lambda: largest(values).block_until_ready(), seconds / 2)
+    bytes_s, median_bytes_s = 1e3 * values.nbytes / read_ms, 1e3 * values.nbytes / median_ms
   left, multiply = jnp.ones((size, size), dtype), jax.jit(jnp.matmul)
   matmul_ms, _ = best_and_median(lambda: multiply(left, left).block_until_ready(), seconds / 2)
-  return Ceilings(bytes_s, 1e3 * 2 * size**3 / matmul_ms)
+  return Ceilings(bytes_s, 1e3 * 2 * size**3 / matmul_ms, median_bytes_s)
 
 
 class CeilingWatch:
@@ -89,17 +96,18 @@ class CeilingWatch:
 
   def _measure(self) -> None:
     found = measure(self._dtype, self._seconds)
-    self._seen.append(Ceilings(found.bytes_s * self._devices, found.flops_s * self._devices))
+    self._seen.append(Ceilings(*(each * self._devices for each in dataclasses.astuple(found))))
 
   def around(self) -> Ceilings:
     """Measures again; returns the mean of this and the previous measurement, between which there was one figure."""
     self._measure()
     before, after = self._seen[-2:]
-    return Ceilings((before.bytes_s + after.bytes_s) / 2, (before.flops_s + after.flops_s) / 2)
+    pairs = zip(dataclasses.astuple(before), dataclasses.astuple(after), strict=True)
+    return Ceilings(*(sum(pair) / 2 for pair in pairs))
 
   def best(self) -> Ceilings:
     """Returns each ceiling's maximum over the run, for work that has no single moment."""
-    return Ceilings(max(seen.bytes_s for seen in self._seen), max(seen.flops_s for seen in self._seen))
+    return Ceilings(*map(max, zip(*map(dataclasses.astuple, self._seen), strict=True)))
 
   def range(self) -> dict[str, list[float]]:
     """Returns the minimum and the maximum of each ceiling, by the name of Ceilings' attribute."""

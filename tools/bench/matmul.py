@@ -8,7 +8,8 @@ XLA's dot and, if it is built, the packed kernel (pallas_kernels/packed_matmul):
 --deterministic needs, with int8 weights (int8), with rows in 8 bits too (w8a8), and with those and weights of 4 bits in
 groups of 32 (int4). The tool compares each figure with the ceilings just before and just after it
 (tools/bench/ceilings.py). `of rate` is operations a second over a square matmul's in f32, and `of read` is bytes of
-weights a second over the read bandwidth of all cores.
+weights a second over the read bandwidth of all cores: the median product over the best read. `alike` is the median
+product over the median read, which are disturbed alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -155,6 +156,8 @@ def beside_ceilings(row: dict[str, Any], held: Sequence[Matrix], ceilings: Ceili
     "ceilings": dataclasses.asdict(ceilings),
     "gflops": round(flops / seconds / 1e9, 2),
     "gb_s": round(num_bytes / seconds / 1e9, 2),
+    "of_median_read": round(num_bytes / seconds / ceilings.median_bytes_s, 3) if ceilings.median_bytes_s else None,
+    "best_of_read": round(num_bytes / row["best_ms"] * 1e3 / ceilings.bytes_s, 3),
   } | ceilings.shares(num_bytes, flops, seconds)
 
 
@@ -179,12 +182,13 @@ def table(result: dict[str, Any]) -> str:
   lines = [in_words(result["ceilings_seen"])]
   names = list(dict.fromkeys(row["way"] for row in result["steps"]))
   for shape in dict.fromkeys(row["shape"] for row in result["steps"]):
-    head = "".join(f"{f'{name} ms':>12}{'GFLOP/s':>9}{'of rate':>9}{'of read':>9}" for name in names)
+    head = "".join(f"{f'{name} ms':>12}{'GFLOP/s':>9}{'of rate':>9}{'of read':>9}{'alike':>7}" for name in names)
     lines.append(f"\n{shape:>10}, rows{head}")
     of_shape = [row for row in result["steps"] if row["shape"] == shape]
     for count in dict.fromkeys(row["rows"] for row in of_shape):
       columns = "".join(
         f"{row['median_ms']:12.3f}{row['gflops']:9.1f}{row['of_rate']:9.2f}{row['of_read']:9.2f}"
+        f"{row['of_median_read'] or 0:7.2f}"
         for row in of_shape
         if row["rows"] == count
       )

@@ -12,10 +12,10 @@ def test_the_roofline_is_the_longer_of_both():
 
 
 def test_a_figure_has_the_ceilings_before_and_after_it(monkeypatch):
-  speeds = iter([(10.0, 300.0), (20.0, 100.0), (60.0, 200.0)])
+  speeds = iter([(10.0, 300.0, 8.0), (20.0, 100.0, 12.0), (60.0, 200.0, 16.0)])
   monkeypatch.setattr(ceilings, "measure", lambda dtype, seconds: Ceilings(*next(speeds)))
   watch = CeilingWatch("float32", 1.0, devices=2)
-  assert watch.around() == Ceilings(30.0, 400.0)
-  assert watch.around() == Ceilings(80.0, 300.0)
-  assert watch.best() == Ceilings(120.0, 600.0)
+  assert watch.around() == Ceilings(30.0, 400.0, 20.0)
+  assert watch.around() == Ceilings(80.0, 300.0, 28.0)
+  assert watch.best() == Ceilings(120.0, 600.0, 32.0)
   assert watch.range() == {"bytes_s": [20.0, 120.0], "flops_s": [200.0, 600.0]}

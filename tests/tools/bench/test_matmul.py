@@ -17,10 +17,11 @@ def test_the_matrices_of_a_step_in_order():
 
 
 def test_shares_of_the_ceilings():
-  row = {"rows": 10, "way": "xla", "median_ms": 1000.0}
-  found = beside_ceilings(row, [Matrix(1000, 1000)], Ceilings(bytes_s=8e6, flops_s=25e6))
+  row = {"rows": 10, "way": "xla", "best_ms": 800.0, "median_ms": 1000.0}
+  found = beside_ceilings(row, [Matrix(1000, 1000)], Ceilings(bytes_s=8e6, flops_s=25e6, median_bytes_s=5e6))
   # 20 million operations and 4 million bytes in a second; at best they take 0.8 and 0.5 seconds.
   assert (found["of_rate"], found["of_read"], found["of_roofline"]) == (0.8, 0.5, 0.8)
+  assert (found["of_median_read"], found["best_of_read"]) == (0.8, 0.625)
   assert (found["gflops"], found["ceilings"]["bytes_s"]) == (0.02, 8e6)
 
 
