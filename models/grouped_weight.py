@@ -10,6 +10,7 @@ from models.families.tensor_map import Piece
 
 BITS = (4, 6, 8)
 WORD = 8  # codes of 4 bits in a uint32
+SUPER = 256  # inputs of a superblock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class GroupedWeight:
     bits: 4, 6 or 8.
     num_inputs: input dimensions of `codes`, at least 1.
     offsets: float16 or float32, like `scales`; None: 0.
+    superblocks: void[inputs / 256, *outputs], GGUF's bytes of 256 inputs that `scales` and `offsets` are products of,
+      for a product that reads these instead; None: there are none. Beside them, codes are bytes.
   """
 
   codes: np.ndarray
@@ -34,11 +37,14 @@ class GroupedWeight:
   bits: int
   num_inputs: int = 1
   offsets: np.ndarray | None = None
+  superblocks: np.ndarray | None = None
 
   def __post_init__(self):
     assert self.bits in BITS and (self.codes.dtype == np.uint8 or self.in_words and self.bits == 4), self.shapes
     assert self.scales.shape[1:] == self.outputs and self.inputs % self.scales.shape[0] == 0, self.shapes
     assert self.offsets is None or self.offsets.shape == self.scales.shape, self.shapes
+    if self.superblocks is not None:
+      assert self.superblocks.shape == (self.inputs // SUPER, *self.outputs) and not self.in_words, self.shapes
 
   @property
   def shapes(self) -> str:
@@ -125,7 +131,14 @@ class GroupedWeight:
     assert self.scales.shape[0] == 1 or np.array_equal(flat // self.group, np.repeat(groups, self.group)), part
     scales = self.scales[groups][(slice(None), *outputs)]
     offsets = None if self.offsets is None else self.offsets[groups][(slice(None), *outputs)]
-    return dataclasses.replace(self, codes=self.codes[of_codes], scales=scales, offsets=offsets)
+    superblocks = self.superblocks
+    if superblocks is not None:
+      first = flat[::SUPER] // SUPER
+      has_whole = np.array_equal(flat // SUPER, np.repeat(first, SUPER)[: flat.size]) and flat.size % SUPER == 0
+      superblocks = superblocks[first][(slice(None), *outputs)] if has_whole else None
+    return dataclasses.replace(
+      self, codes=self.codes[of_codes], scales=scales, offsets=offsets, superblocks=superblocks
+    )
 
   def regroup(self, group: int) -> "GroupedWeight":
     """Returns the same weight in smaller groups, which repeat scales. Args: group: a divisor of the present one."""
@@ -134,14 +147,15 @@ class GroupedWeight:
     if times == 1:
       return self
     offsets = None if self.offsets is None else np.repeat(self.offsets, times, axis=0)
-    return dataclasses.replace(self, scales=np.repeat(self.scales, times, axis=0), offsets=offsets)
+    scales = np.repeat(self.scales, times, axis=0)
+    return dataclasses.replace(self, scales=scales, offsets=offsets, superblocks=None)
 
   def widen(self, bits: int) -> "GroupedWeight":
     """Returns the same weight as codes of so many bits, not fewer, with the same scales."""
     if bits == self.bits:
       return self
     moved = self.unpack().codes + np.uint8((1 << bits - 1) - self.zero)
-    return dataclasses.replace(self, codes=moved, bits=bits)
+    return dataclasses.replace(self, codes=moved, bits=bits, superblocks=None)
 
 
 def quantize_by_group(weight: np.ndarray, num_inputs: int, bits: int, group: int) -> GroupedWeight:
@@ -210,7 +224,9 @@ def assemble_grouped(pieces: Sequence[tuple[Piece, GroupedWeight]], num_inputs: 
       (piece, np.zeros_like(weight.scales) if weight.offsets is None else weight.offsets) for piece, weight in parts
     ]
     offsets = place_scales(found, num_inputs)
-  return GroupedWeight(codes, scales, bits, num_inputs, offsets)
+  held = [(piece, weight.superblocks) for piece, weight in parts if weight.superblocks is not None]
+  superblocks = place_scales(held, num_inputs) if len(held) == len(parts) else None
+  return GroupedWeight(codes, scales, bits, num_inputs, offsets, superblocks)
 
 
 def place_scales(parts: Sequence[tuple[Piece, np.ndarray]], num_inputs: int) -> np.ndarray:

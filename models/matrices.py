@@ -488,7 +488,14 @@ class PackedGroupedMatrix(PackedMatrix):
     own, count = form.own, check_groups(spec, form)
     inputs, outputs = math.prod(spec.inputs), math.prod(spec.outputs)
     try:
-      self.layout = packed_matmul.GroupLayout(inputs, own.bits, count, own.scale_dtype, own.has_offsets)
+      self.layout = packed_matmul.GroupLayout(
+        inputs,
+        own.bits,
+        count,
+        own.scale_dtype,
+        own.has_offsets,
+        own.has_superblocks and inputs % packed_matmul.SUPER == 0,  # a device's share may end within one
+      )
     except ValueError as error:
       raise UnsupportedForm(f"{form.name}: {error}") from error
     Matrix.__init__(self, spec, form)
@@ -501,7 +508,11 @@ class PackedGroupedMatrix(PackedMatrix):
     codes = held.codes.reshape(-1, math.prod(self.spec.outputs))
     scales = held.scales.reshape(self.layout.groups, -1)
     offsets = None if held.offsets is None else held.offsets.reshape(scales.shape)
-    return {"array": packed_matmul.pack_groups(codes, scales, offsets, self.form.bits)}
+    superblocks = None
+    if self.layout.superblocks:
+      assert held.superblocks is not None, "a share of whole superblocks"
+      superblocks = held.superblocks.reshape(-1, scales.shape[1])
+    return {"array": packed_matmul.pack_groups(codes, scales, offsets, self.form.bits, superblocks)}
 
   def _multiply(self, x, outputs, **others):
     return packed_matmul.grouped_matmul(x, self.array[...], outputs, self.layout, **others)

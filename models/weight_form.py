@@ -23,6 +23,7 @@ class MatrixForm:
     group: adjacent inputs, in row-major order, that share a scale; 0: one scale an output.
     has_offsets: whether each group has an offset, too.
     scale_dtype: of scales and offsets, "float16" or "float32".
+    has_superblocks: whether the scales are products of GGUF's numbers, which a product may read instead.
   """
 
   kind: Literal["plain", "bfloat16", "int8", "w8a8", "fp8", "grouped"] = "plain"
@@ -30,12 +31,20 @@ class MatrixForm:
   group: int = 0
   has_offsets: bool = False
   scale_dtype: str = ""
+  has_superblocks: bool = False
 
   @classmethod
   def of_weight(cls, weight: GroupedWeight) -> "MatrixForm":
     """Returns the form that holds a weight as it is."""
     group = 0 if weight.scales.shape[0] == 1 else weight.group
-    return cls("grouped", weight.bits, group, weight.offsets is not None, weight.scales.dtype.name)
+    return cls(
+      "grouped",
+      weight.bits,
+      group,
+      weight.offsets is not None,
+      weight.scales.dtype.name,
+      weight.superblocks is not None,
+    )
 
   def num_groups(self, inputs: int) -> int:
     """Returns the scales of an output. Args: inputs: their number, a multiple of the group."""

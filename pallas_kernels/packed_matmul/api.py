@@ -21,6 +21,7 @@ from pallas_kernels import huge_pages, native
 COLUMNS = 32  # kColumns
 _STEPS = {4: 8, 6: 16, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes, or 12 at 6 bits
 _LARGEST_CHUNK = 128  # kLargestChunk
+SUPER = 256  # kSuper: inputs of a superblock
 
 
 def check_supported(dtype: jnp.dtype) -> None:
@@ -164,11 +165,16 @@ def _multiply(
     num_groups=np.int64(layout.groups if layout else 0),
     halves=layout is not None and layout.scale_dtype == "float16",
     has_offsets=layout is not None and layout.has_offsets,
+    superblocks=layout is not None and layout.superblocks,
   )
   return y.reshape(*x.shape[:-1], outputs)
 
 
 # --- Weights of 4, 6 and 8 bits by group ------------------------------------------------------------------------------
+
+
+# Scale dtype, offsets, group and bits of what superblocks are for.
+_SUPERBLOCKS = (("float16", True, 32, 4), ("float16", True, 32, 6), ("float16", False, 16, 6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +193,9 @@ class GroupLayout:
       group.
     scale_dtype: of scales and offsets, "float16" or "float32".
     has_offsets: whether there are offsets.
+    superblocks: scales and offsets, float16, are products of fewer bits, as in GGUF's K types. Each block of 256 inputs
+      begins with float16[32], another float16[32] for offsets, and the file's bytes of factors [3 or 4, 32, 4]. With
+      offsets, groups have 32 inputs and codes 4 or 6 bits; without, 16 and 6.
 
   Raises:
     ValueError: a value is not supported.
@@ -197,6 +206,7 @@ class GroupLayout:
   groups: int = 1
   scale_dtype: str = "float32"
   has_offsets: bool = False
+  superblocks: bool = False
 
   def __post_init__(self):
     if self.bits not in _STEPS:
@@ -209,6 +219,12 @@ class GroupLayout:
       raise ValueError(
         f"packed matmul: groups of {self.group} inputs at {self.bits} bits; groups must be multiples of "
         f"{_STEPS[self.bits]} inputs, or a single one"
+      )
+    kind = self.scale_dtype, self.has_offsets, self.group, self.bits
+    if self.superblocks and (kind not in _SUPERBLOCKS or self.inputs % SUPER):
+      raise ValueError(
+        f"packed matmul: superblocks of {self.inputs} inputs with {self.scale_dtype} scales, groups of {self.group} "
+        f"and codes of {self.bits} bits; supported are multiples of {SUPER} inputs and GGUF's Q4_K, Q5_K and Q6_K"
       )
 
   @property
@@ -229,8 +245,21 @@ class GroupLayout:
 
   def shape(self, outputs: int) -> tuple[int, int]:
     """Returns the packed shape: blocks of 32 columns, and bytes of a block."""
-    values = (2 if self.has_offsets else 1) * np.dtype(self.scale_dtype).itemsize
+    values = self.num_values * np.dtype(self.scale_dtype).itemsize
+    if self.superblocks:
+      of_block = self.groups * self.code_bytes + self.inputs // SUPER * COLUMNS * self.super_bytes
+      return (-(-outputs // COLUMNS), of_block)
     return (-(-outputs // COLUMNS), self.groups * (self.code_bytes + COLUMNS * values))
+
+  @property
+  def num_values(self) -> int:
+    """Numbers of a group and output: a scale, and an offset if there are any."""
+    return 2 if self.has_offsets else 1
+
+  @property
+  def super_bytes(self) -> int:
+    """Bytes of the scales of an output in a superblock, as in a GGUF file."""
+    return 2 * self.num_values + (12 if self.has_offsets else 16)
 
   @property
   def code_bytes(self) -> int:
@@ -243,7 +272,13 @@ class GroupLayout:
     return -(-self.group // _STEPS[self.bits])
 
 
-def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None, bits: int) -> np.ndarray:
+def pack_groups(
+  codes: np.ndarray,
+  scales: np.ndarray,
+  offsets: np.ndarray | None,
+  bits: int,
+  superblocks: np.ndarray | None = None,
+) -> np.ndarray:
   """Packs a weight into `GroupLayout.shape`, as uint8.
 
   Args:
@@ -252,6 +287,8 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
     scales: float16 or float32 [G, N]; G divides D.
     offsets: like `scales`, or None.
     bits: 4, 6 or 8.
+    superblocks: what `scales` and `offsets` are products of, void[D / 256, N], each GGUF's bytes of 256 inputs; the
+      layout then holds these instead. Codes are bytes.
 
   Raises:
     NativeMissing: the library is not built.
@@ -270,7 +307,16 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
         f"packed matmul: scales or offsets are {values.dtype}{list(values.shape)}; {outputs} outputs need "
         f"{scales.dtype}[groups, {outputs}] for both"
       )
-  layout = GroupLayout(inputs, bits, len(scales), scales.dtype.name, offsets is not None)
+  has_superblocks = superblocks is not None
+  layout = GroupLayout(inputs, bits, len(scales), scales.dtype.name, offsets is not None, has_superblocks)
+  if superblocks is not None:
+    wanted = np.dtype((np.void, layout.super_bytes)), (inputs // SUPER, outputs)
+    if (superblocks.dtype, superblocks.shape) != wanted or in_words:
+      raise ValueError(
+        f"packed matmul: superblocks are {superblocks.dtype}{list(superblocks.shape)} beside codes of {codes.dtype}; "
+        f"they must be {wanted[0]}{list(wanted[1])} beside uint8"
+      )
+    superblocks = np.ascontiguousarray(superblocks)
   packed = _zeros(layout.shape(outputs), np.dtype(np.uint8))
   packs = native.load_library("packed_matmul").SluicePackGroups
   packs.restype = None
@@ -283,6 +329,7 @@ def pack_groups(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | Non
     ),
     ctypes.c_void_p(scales.ctypes.data),
     ctypes.c_void_p(None if offsets is None else offsets.ctypes.data),
+    ctypes.c_void_p(None if superblocks is None else superblocks.ctypes.data),
     *map(ctypes.c_int64, (layout.groups, scales.itemsize)),
     ctypes.c_void_p(packed.ctypes.data),
   )
@@ -333,13 +380,18 @@ def look_up_columns(packed: jax.Array, layout: GroupLayout, indices: jax.Array) 
   """Returns columns of the weight that `grouped_matmul` multiplies by: int32[...] -> f32[..., D]."""
   size, groups, steps = np.dtype(layout.scale_dtype).itemsize, layout.groups, layout.steps
   blocks, columns = (indices // COLUMNS).reshape(-1, 1, 1), (indices % COLUMNS).reshape(-1, 1, 1)
+  parts = layout.inputs // SUPER if layout.superblocks else groups  # what a block of columns repeats
+  first_bytes = layout.super_bytes * COLUMNS if layout.superblocks else 0  # before the codes of a part
 
-  def gather(num_bytes: int, first: int, count: int) -> jax.Array:  # elements of each group: [n, groups, count, bytes]
-    split = packed.reshape(packed.shape[0], groups, -1, num_bytes)
-    elements = first + COLUMNS * jnp.arange(count).reshape(1, 1, -1) + columns
-    return split[blocks, jnp.arange(groups).reshape(1, -1, 1), elements]
+  def gather(
+    num_bytes: int, start: int, count: int
+  ) -> jax.Array:  # from byte `start` of a part: [n, parts, count, bytes]
+    split = packed.reshape(packed.shape[0], parts, -1, num_bytes)
+    elements = start // num_bytes + COLUMNS * jnp.arange(count).reshape(1, 1, -1) + columns
+    return split[blocks, jnp.arange(parts).reshape(1, -1, 1), elements]
 
-  codes = gather(4, 0, layout.code_bytes // (4 * COLUMNS))
+  codes = gather(4, first_bytes, groups // parts * layout.code_bytes // (4 * COLUMNS))
+  codes = codes.reshape(-1, groups, layout.code_bytes // (4 * COLUMNS), 4)
   if layout.bits == 4:
     codes = jnp.stack([codes & 15, codes >> 4], axis=-2)
   elif layout.bits == 6:
@@ -348,10 +400,37 @@ def look_up_columns(packed: jax.Array, layout: GroupLayout, indices: jax.Array) 
     codes = low | jnp.stack([high << 4 & 48, high << 2 & 48, high & 48, high >> 2 & 48], axis=-2)
   weight = codes.reshape(*blocks.shape[:1], groups, -1)[..., : layout.group].astype(jnp.float32)
   weight -= 1 << (layout.bits - 1)
-  values = gather(size, layout.code_bytes // size, 2 if layout.has_offsets else 1)
+  start = 0 if layout.superblocks else layout.code_bytes
+  values = gather(size, start, layout.num_values)
   values = jax.lax.bitcast_convert_type(values, jnp.dtype(layout.scale_dtype)).astype(jnp.float32)
+  if layout.superblocks:
+    words = gather(4, layout.num_values * COLUMNS * size, 3 if layout.has_offsets else 4)
+    values = _multiply_factors(layout, values, words)
   weight = weight * values[..., :1] + values[..., 1:] if layout.has_offsets else weight * values
   return weight.reshape(*indices.shape, layout.inputs)
+
+
+def _multiply_factors(layout: GroupLayout, values: jax.Array, words: jax.Array) -> jax.Array:
+  """Returns the scales, and the offsets if there are any, of superblocks of some columns.
+
+  Args:
+    values: f32[n, superblocks, 1 or 2], their numbers.
+    words: uint8[n, superblocks, 3 or 4, 4], their factors as in a file.
+
+  Returns:
+    f32[n, groups, 1 or 2].
+  """
+  if not layout.has_offsets:
+    found = values * jax.lax.bitcast_convert_type(words, jnp.int8).reshape(*words.shape[:2], -1).astype(jnp.float32)
+    found = found[..., None]
+  else:
+    low, high, mixed = jnp.unstack(words, axis=2)  # of the first four groups, and the others' bits beyond the low four
+    factors = jnp.concatenate([low & 63, mixed & 15 | low >> 2 & 48], axis=-1).astype(jnp.float32)
+    minima = jnp.concatenate([high & 63, mixed >> 4 | high >> 2 & 48], axis=-1).astype(jnp.float32)
+    scales = values[..., :1] * factors
+    to_zero = {4: 8, 6: 16}[layout.bits]
+    found = jnp.stack([scales, to_zero * scales - values[..., 1:] * minima], axis=-1)
+  return found.astype(jnp.float16).astype(jnp.float32).reshape(len(words), layout.groups, -1)
 
 
 def reference_grouped_matmul(

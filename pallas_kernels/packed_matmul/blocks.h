@@ -19,12 +19,15 @@ struct Ahead {
   int64_t due = 0;
 
   // Called for every term, with the bytes of the tile's own stream there. kNear: bytes ahead. kLevel: of
-  // __builtin_prefetch for them; 3: into the first-level cache, 2: into the second.
-  template <int64_t kNear, int kLevel = 2>
+  // __builtin_prefetch for them; 3: into the first-level cache, 2: into the second. kFar: bytes ahead, or 0, of lines that
+  // go into the second before.
+  template <int64_t kNear, int kLevel = 2, int64_t kFar = 0>
   inline __attribute__((always_inline)) void prefetch(const void* own, int64_t bytes) {
     if (near)
-      for (int64_t i = 0; i < bytes; i += kLine)
+      for (int64_t i = 0; i < bytes; i += kLine) {
         __builtin_prefetch(static_cast<const char*>(own) + kNear + i, 0, kLevel);
+        if (kFar) __builtin_prefetch(static_cast<const char*>(own) + kFar + i, 0, 2);
+      }
     if ((due -= lines) < 0) {
       due += terms;
       __builtin_prefetch(far, 0, 2);

@@ -239,7 +239,7 @@ ffi::Error invalid(const std::string& text) {
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
                   ffi::AnyBuffer norm, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
                   ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered, int32_t bits,
-                  int64_t num_groups, bool halves, bool has_offsets) {
+                  int64_t num_groups, bool halves, bool has_offsets, bool superblocks) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1] / (gated ? 2 : 1), N = y->dimensions()[1];
   const int64_t blocks = w.dimensions()[0];
   const bool normed = norm.dimensions()[0] != 0, adds = residual.dimensions()[0] != 0;
@@ -265,7 +265,10 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   if (bits != 0) {
     if ((bits != 4 && bits != 6 && bits != 8) || w_type != ffi::U8 || num_groups < 1 || D % num_groups != 0)
       return invalid("codes are not uint8 of 4, 6 or 8 bits in groups that divide the inputs");
-    const groups::Layout layout(D, num_groups, bits, halves, has_offsets);
+    if (superblocks && (!halves || bits == 8 || D % groups::kSuper != 0 ||
+                        num_groups != D / (has_offsets ? 32 : 16) || (bits == 4 && !has_offsets)))
+      return invalid("superblocks are of 256 inputs, in groups of 32 with offsets or of 16 at 6 bits");
+    const groups::Layout layout(D, num_groups, bits, halves, has_offsets, superblocks);
     if ((layout.padded() != D && num_groups != 1) ||
         static_cast<int64_t>(w.element_count()) != blocks * layout.block_bytes())
       return invalid("the bytes of the groups do not match");
@@ -339,16 +342,17 @@ extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N
 }
 
 // Packs codes of 4, 6 or 8 bits, a byte each or (code_size 4) eight of 4 bits in a word, with scales and offsets (or null) of
-// 2 or 4 bytes, for api.pack_groups. down, across: in codes or words.
+// 2 or 4 bytes, for api.pack_groups. down, across: in codes or words. supers: null, or what replaces scales and offsets.
 extern "C" void SluicePackGroups(const void* codes, int64_t bits, int64_t code_size, int64_t D, int64_t N, int64_t down,
-                                 int64_t across, const char* scales, const char* offsets, int64_t num_groups,
-                                 int64_t value_size, uint8_t* to) {
-  const groups::Layout layout(D, num_groups, static_cast<int>(bits), value_size == 2, offsets != nullptr);
+                                 int64_t across, const char* scales, const char* offsets, const char* supers,
+                                 int64_t num_groups, int64_t value_size, uint8_t* to) {
+  const groups::Layout layout(D, num_groups, static_cast<int>(bits), value_size == 2, offsets != nullptr,
+                              supers != nullptr);
   if (code_size == 4) {
     groups::pack_words(static_cast<const uint32_t*>(codes), N, down, across, scales, offsets, layout, to);
   } else {
     const auto packs = bits == 4 ? groups::pack<4> : bits == 6 ? groups::pack<6> : groups::pack<8>;
-    packs(static_cast<const uint8_t*>(codes), N, down, across, scales, offsets, layout, to);
+    packs(static_cast<const uint8_t*>(codes), N, down, across, scales, offsets, supers, layout, to);
   }
 }
 
@@ -368,6 +372,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Attr<int32_t>("bits")
                                   .Attr<int64_t>("num_groups")
                                   .Attr<bool>("halves")
-                                  .Attr<bool>("has_offsets"));
+                                  .Attr<bool>("has_offsets")
+                                  .Attr<bool>("superblocks"));
 
 }  // namespace sluice

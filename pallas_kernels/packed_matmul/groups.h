@@ -8,6 +8,9 @@
 // Codes lie as [inputs / 4, 32, 4] bytes, or for 4 bits as [inputs / 8, 32, 4], where the low halves are four inputs and
 // the high halves the next four. For 6 bits they lie as [inputs / 16, 3, 32, 4]: twice the low four bits in this way, and
 // then the high two of all sixteen inputs, those of the first four in the lowest bits of a byte.
+//
+// With superblocks, scales and offsets are products of numbers of GGUF's K types, which lie before the codes of 256 inputs:
+// a float16 of each column, another for its offsets if any, and the file's bytes of small factors, [3 or 4, 32, 4].
 #pragma once
 
 #include <algorithm>
@@ -25,6 +28,7 @@ namespace sluice {
 namespace groups {
 
 constexpr int64_t kLargestChunk = 128;  // inputs
+constexpr int64_t kSuper = 256;         // inputs of a superblock
 
 // Inputs of a step, whose codes lie together.
 constexpr int64_t step_inputs(int bits) { return bits == 4 ? 8 : bits == 6 ? 16 : 4; }
@@ -35,8 +39,11 @@ struct Layout {
   int64_t inputs, num_groups, group;
   int64_t num_chunks, chunk;  // of a group; its last chunk may be smaller
   int64_t code_bytes, value_bytes, value_rows;  // of a group; value_rows: scales, or scales and offsets
+  int64_t of_super = 0;                         // groups of a superblock, or 0
+  float zero;                                   // the code of weight 0 that a superblock's offsets are for
 
-  Layout(int64_t D, int64_t num_groups, int bits, bool halves, bool has_offsets) : inputs(D), num_groups(num_groups) {
+  Layout(int64_t D, int64_t num_groups, int bits, bool halves, bool has_offsets, bool supers)
+      : inputs(D), num_groups(num_groups), zero(bits == 4 ? 8 : 16) {
     const int64_t whole = step_inputs(bits), even = std::max<int64_t>(8, whole);
     group = (D / num_groups + whole - 1) / whole * whole;
     num_chunks = (group + kLargestChunk - 1) / kLargestChunk;
@@ -44,10 +51,18 @@ struct Layout {
     code_bytes = group * kColumns * bits / 8;
     value_bytes = kColumns * (halves ? 2 : 4);
     value_rows = has_offsets ? 2 : 1;
+    if (supers) of_super = kSuper / group;
   }
   int64_t padded() const { return num_groups * group; }
   int64_t chunks() const { return num_groups * num_chunks; }
-  int64_t block_bytes() const { return num_groups * (code_bytes + value_rows * value_bytes); }
+  // Bytes of scales and offsets behind a group's codes, and of a superblock's before them.
+  int64_t behind_bytes() const { return of_super ? 0 : value_rows * value_bytes; }
+  int64_t words() const { return value_rows == 2 ? 3 : 4; }  // of a column's factors, four bytes each
+  int64_t super_bytes() const { return of_super ? kColumns * (value_rows * 2 + words() * 4) : 0; }
+  int64_t block_bytes() const {
+    return num_groups * (code_bytes + behind_bytes()) + (of_super ? num_groups / of_super * super_bytes() : 0);
+  }
+  bool begins_super(int64_t g) const { return of_super && g % of_super == 0; }
 };
 
 // A chunk of a row: the row's numbers are about factor * values.
@@ -84,6 +99,31 @@ inline Vec load_value(const uint16_t* from) {
 #endif
 }
 
+// The nearest f16 of IEEE 754, ties to even.
+inline uint16_t narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  uint32_t rest = bits & 0x7fffffff;
+  if (rest < 0x38800000) {  // below 2^-14: a multiple of 2^-24, the last place of 0.5
+    std::memcpy(&x, &rest, sizeof x);
+    x += 0.5f;
+    std::memcpy(&rest, &x, sizeof rest);
+    return static_cast<uint16_t>(sign | (rest - 0x3f000000));
+  }
+  rest += 0xfff + (rest >> 13 & 1) - (112u << 23);
+  return static_cast<uint16_t>(sign | std::min<uint32_t>(rest >> 13, 0x7c00));
+}
+inline void store_value(Vec v, uint16_t* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = narrow(v[i]);
+#endif
+}
+
 // a * b + c. By intrinsics with one rounding, whatever the compiler makes of a product and a sum.
 inline float fused(float a, float b, float c) {
 #if defined(__FMA__)
@@ -109,6 +149,37 @@ inline IntVec load_ints(const void* from) {
 }
 inline IntVec all_ints(int32_t x) { return IntVec{} + x; }
 inline Vec every(float x) { return x - Vec{}; }  // like `all`, without an addition: x - 0 is x, but -0 + 0 is not -0
+
+// Writes the scales and offsets of a superblock's group g, [1 or 2, 32] of float16, as other layouts have them. Every
+// product is exact in f32, so each number is rounded as the loader rounds it. bytes: of the superblock.
+inline __attribute__((always_inline)) void expand_group(const Layout& layout, const uint8_t* bytes, int64_t g,
+                                                        uint16_t* to) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(bytes);
+  const uint8_t* words = bytes + layout.value_rows * kColumns * 2;
+  const int at = static_cast<int>(g % 4) * 8;
+#pragma GCC unroll 8
+  for (int j = 0; j < kColumns; j += kLanes) {
+    const auto word_at = [=](int64_t i) { return load_ints(words + (i * kColumns + j) * 4); };
+    const Vec step = load_value(halves + j);
+    if (layout.value_rows == 1) {  // 16 signed bytes
+      const IntVec factor = (word_at(g / 4) << (24 - at)) >> 24;
+      store_value(step * __builtin_convertvector(factor, Vec), to + j);
+      continue;
+    }
+    IntVec factor = word_at(0), minimum = word_at(1);  // 6 bits each; those of the last four groups lie apart
+    if (g < 4) {
+      factor = factor >> at & 63;
+      minimum = minimum >> at & 63;
+    } else {
+      const IntVec mixed = word_at(2);
+      factor = (mixed >> at & 15) | (factor >> (at + 2) & 48);
+      minimum = (mixed >> (at + 4) & 15) | (minimum >> (at + 2) & 48);
+    }
+    const Vec scale = step * __builtin_convertvector(factor, Vec), least = load_value(halves + kColumns + j);
+    store_value(scale, to + j);
+    store_value(every(layout.zero) * scale - least * __builtin_convertvector(minimum, Vec), to + kColumns + j);
+  }
+}
 
 // A way to multiply: a row's integers in memory, and a step that adds, for each of kLanes columns, the products of four
 // inputs. `codes` holds a byte for each of the four in every lane.
@@ -292,12 +363,14 @@ inline __attribute__((always_inline)) IntVec codes_at(const uint8_t* step) {
 }
 
 // y[R, V vectors from column `first`] = rows times those columns of a block. S: of scales and offsets, float or the bits
-// of a float16.
-template <typename Way, int kBits, int R, int V, typename S>
+// of a float16. supers: where superblocks' scales and offsets are or, with `expands`, where this tile writes them first.
+// kSteps: of each group, which is one chunk; 0: the layout says it.
+template <typename Way, int kBits, int R, int V, typename S, int kSteps>
 void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
-                   float (*y)[kColumns], Ahead& state) {
+                   float (*y)[kColumns], uint16_t* supers, bool expands, Ahead& state) {
   Ahead ahead = state;
-  constexpr int64_t kStep = step_inputs(kBits), kBytes = kStep * kColumns * kBits / 8, kNear = 3 << 10;
+  constexpr int64_t kStep = step_inputs(kBits), kBytes = kStep * kColumns * kBits / 8;
+  constexpr int64_t kNear = 3 << 10, kFar = kBits == 8 ? 0 : 8 << 10;
   constexpr int kLevel = kBits == 8 ? 2 : 3;  // docs/decisions/packed-matmul.md, 2026-11-26
   const auto* values = rows.values;
   Vec sums[R][V];
@@ -306,19 +379,28 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
 #pragma GCC unroll 8
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   const Chunk* chunk = rows.chunks;
-  const uint8_t* w = block + 4 * first;
+  const uint8_t *w = block + 4 * first, *super = nullptr;
   for (int64_t g = 0; g < layout.num_groups; ++g) {
+    if (layout.begins_super(g)) {
+      super = w - 4 * first;
+      ahead.prefetch<kNear, kLevel, kFar>(super, layout.super_bytes());
+      w += layout.super_bytes();
+    }
+    uint16_t* own = supers + g * layout.value_rows * kColumns;
+    if (layout.of_super && expands) expand_group(layout, super, g % layout.of_super, own);
     // Behind the group's codes, whose columns are 4 bytes each.
     const S* scales = reinterpret_cast<const S*>(w - 4 * first + layout.code_bytes) + first;
-    for (int64_t begin = 0; begin < layout.group; begin += layout.chunk, ++chunk) {
+    if (layout.of_super) scales = reinterpret_cast<const S*>(own) + first;
+    for (int64_t begin = 0; begin < (kSteps ? 1 : layout.group); begin += layout.chunk, ++chunk) {
       IntVec dots[R][V];
 #pragma GCC unroll 16
       for (int m = 0; m < R; ++m)
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m * rows.num_chunks].start);
-      const int64_t steps = std::min(layout.chunk, layout.group - begin) / kStep;
+      const int64_t steps = kSteps ? kSteps : std::min(layout.chunk, layout.group - begin) / kStep;
+#pragma GCC unroll 4
       for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
-        ahead.prefetch<kNear, kLevel>(w, kBytes);
+        ahead.prefetch<kNear, kLevel, kFar>(w, kBytes);
         const auto add_part = [&](auto part) __attribute__((always_inline)) {
           IntVec codes[V];
 #pragma GCC unroll 8
@@ -361,8 +443,8 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
         add_dots(std::false_type());
       }
     }
-    ahead.prefetch<kNear, kLevel>(scales, layout.value_rows * layout.value_bytes);
-    w += layout.value_rows * layout.value_bytes;
+    ahead.prefetch<kNear, kLevel, kFar>(scales, layout.behind_bytes());
+    w += layout.behind_bytes();
   }
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
@@ -374,22 +456,36 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
 // The same for a whole block of columns, in as many passes as needed.
 template <typename Way, int kBits, typename S, int R = Way::kRows>
 void multiply_tiles(int count, const Rows<Way>& rows, const Layout& layout, const uint8_t* block, float (*y)[kColumns],
-                    Ahead& ahead) {
+                    uint16_t* supers, bool expands, Ahead& ahead) {
   if constexpr (R > 1) {
-    if (count < R) return multiply_tiles<Way, kBits, S, R - 1>(count, rows, layout, block, y, ahead);
+    if (count < R) return multiply_tiles<Way, kBits, S, R - 1>(count, rows, layout, block, y, supers, expands, ahead);
   }
   constexpr int V = Way::kVectors, kPass = V * kLanes;
-  for (int j = 0; j < kColumns; j += kPass) {
-    multiply_tile<Way, kBits, R, V, S>(rows, layout, block, j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
-    ahead.near = false;  // the first pass has brought the block into the cache
+  const auto multiply_passes = [&](auto steps) __attribute__((always_inline)) {
+    for (int j = 0; j < kColumns; j += kPass) {
+      multiply_tile<Way, kBits, R, V, S, steps>(rows, layout, block, j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]),
+                                                supers, expands && j == 0, ahead);
+      ahead.near = false;  // the first pass has brought the block into the cache
+    }
+  };
+  if constexpr (sizeof(S) == 2 && kBits != 8) {  // the groups of int4 and of GGUF's types
+    constexpr int64_t kStep = step_inputs(kBits);
+    if (layout.group == 32) return multiply_passes(std::integral_constant<int, 32 / kStep>());
+    if (kBits == 6 && layout.group == 16) return multiply_passes(std::integral_constant<int, kBits == 6 ? 1 : 0>());
   }
+  multiply_passes(std::integral_constant<int, 0>());
 }
 
-// Writes a block of codes of 6 bits as one of 8, with the same scales. `wide`: the layout of `to`.
+// Writes a block of codes of 6 bits as one of 8, with the same scales. `wide`: the layout of `to`, without superblocks.
 inline void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide, uint8_t* to) {
   constexpr int64_t kLines = 4 * kColumns, kStepBytes = 3 * kLines;
-  const int64_t value_bytes = layout.value_rows * layout.value_bytes;
+  const int64_t value_bytes = wide.behind_bytes();
+  const uint8_t* super = nullptr;
   for (int64_t g = 0; g < layout.num_groups; ++g) {
+    if (layout.begins_super(g)) {
+      super = block;
+      block += layout.super_bytes();
+    }
     for (int64_t k = 0; k < layout.code_bytes; k += kStepBytes, block += kStepBytes, to += 4 * kLines) {
       for (int64_t i = 0; i < kLines; i += 4 * kLanes) {
         const IntVec parts[] = {codes_at<6, 0>(block + i), codes_at<6, 1>(block + i), codes_at<6, 2>(block + i),
@@ -397,8 +493,12 @@ inline void widen_block(const Layout& layout, const uint8_t* block, const Layout
         for (int part = 0; part < 4; ++part) std::memcpy(to + part * kLines + i, &parts[part], sizeof parts[part]);
       }
     }
-    std::memcpy(to, block, static_cast<size_t>(value_bytes));
-    block += value_bytes;
+    if (layout.of_super) {
+      expand_group(layout, super, g % layout.of_super, reinterpret_cast<uint16_t*>(to));
+    } else {
+      std::memcpy(to, block, static_cast<size_t>(value_bytes));
+    }
+    block += layout.behind_bytes();
     to += value_bytes;
   }
 }
@@ -415,18 +515,23 @@ void multiply_block(const Rows<Way>& rows, int64_t count, const Layout& layout, 
     if (tiles > 1) {  // each would take the codes apart again
       Layout wide = layout;
       wide.code_bytes = layout.group * kColumns;
+      wide.of_super = 0;
       static thread_local std::vector<uint8_t> codes;
       codes.resize(wide.block_bytes());
       widen_block(layout, block, wide, codes.data());
       return multiply_block<Way, 8, S, O>(rows, count, wide, codes.data(), columns, residual, y, N, next, lines);
     }
   }
-  const int64_t terms = tiles * passes * (layout.padded() / step_inputs(kBits) + layout.num_groups);
+  static thread_local std::vector<uint16_t> supers;
+  if (layout.of_super) supers.resize(layout.num_groups * layout.value_rows * kColumns);
+  const int64_t supers_of_block = layout.of_super ? layout.num_groups / layout.of_super : 0;
+  const int64_t terms =
+      tiles * passes * (layout.padded() / step_inputs(kBits) + layout.num_groups + supers_of_block);
   Ahead ahead{tiles == 1, reinterpret_cast<const char*>(next), tiles == 1 ? 0 : lines, terms};
   float result[Way::kRows][kColumns];
   for (int64_t first = 0; first < count; first += of_tile) {
     const int some = static_cast<int>(std::min(of_tile, count - first));
-    multiply_tiles<Way, kBits, S>(some, rows.from(first), layout, block, result, ahead);
+    multiply_tiles<Way, kBits, S>(some, rows.from(first), layout, block, result, supers.data(), first == 0, ahead);
     for (int i = 0; i < some; ++i) {
       const int64_t at = (first + i) * N;
       finish<O>(result[i], columns, nullptr, residual ? residual + at : nullptr, y + at);
@@ -505,16 +610,32 @@ inline int64_t pack_values(const char* scales, const char* offsets, int64_t firs
   return done;
 }
 
+// Packs GGUF's bytes of scales of `columns` superblocks; returns the bytes of all columns. from: those of the first column.
+inline int64_t pack_super(const Layout& layout, const char* from, int64_t columns, uint8_t* to) {
+  const int64_t half_bytes = 2 * layout.value_rows, word_bytes = 4 * layout.words();
+  const int64_t halves_at = layout.value_rows == 2 ? 0 : word_bytes, words_at = layout.value_rows == 2 ? half_bytes : 0;
+  for (int64_t j = 0; j < columns; ++j, from += half_bytes + word_bytes) {
+    for (int64_t i = 0; i < layout.value_rows; ++i)
+      std::memcpy(to + (i * kColumns + j) * 2, from + halves_at + i * 2, 2);
+    for (int64_t i = 0; i < layout.words(); ++i)
+      std::memcpy(to + half_bytes * kColumns + (i * kColumns + j) * 4, from + words_at + i * 4, 4);
+  }
+  return layout.super_bytes();
+}
+
 // Packs codes [D, N] of 8, 6 or 4 bits, with strides `down` along D and `across` along N, and scales and offsets (or null)
-// [groups, N]. Leaves the last block's columns beyond N alone.
+// [groups, N], or instead of them superblocks [D / 256, N]. Leaves the last block's columns beyond N alone.
 template <int kBits>
 void pack(const uint8_t* from, int64_t N, int64_t down, int64_t across, const char* scales, const char* offsets,
-          const Layout& layout, uint8_t* to) {
+          const char* supers, const Layout& layout, uint8_t* to) {
   constexpr int64_t kStep = step_inputs(kBits);
   const int64_t size = layout.value_bytes / kColumns, steps = layout.group / kStep;
+  const int64_t super_size = layout.super_bytes() / kColumns;
   for (int64_t n = 0; n < N; n += kColumns) {
     const int64_t columns = std::min<int64_t>(kColumns, N - n);
     for (int64_t g = 0; g < layout.num_groups; ++g) {
+      if (layout.begins_super(g))
+        to += pack_super(layout, supers + (g / layout.of_super * N + n) * super_size, columns, to);
       for (int64_t k = 0; k < steps; ++k, to += kStep * kColumns * kBits / 8) {
         const int64_t d = g * layout.group + k * kStep, count = std::min(kStep, layout.inputs - d);
         const uint8_t* at = from + d * down + n * across;
@@ -526,7 +647,7 @@ void pack(const uint8_t* from, int64_t N, int64_t down, int64_t across, const ch
           pack_step<kBits>(at, down, across, count, columns, to);
         }
       }
-      to += pack_values(scales, offsets, g * N + n, columns, size, to);
+      if (!layout.of_super) to += pack_values(scales, offsets, g * N + n, columns, size, to);
     }
   }
 }

@@ -13,6 +13,7 @@ from models.layers import RMSNorm
 from pallas_kernels import native
 from pallas_kernels.packed_matmul import api
 
+SUPERBLOCKS = ("Q4_K", "Q5_K", "Q6_K")
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's matmul serves here")
 
 _FUSES = not native.level().startswith("x86-64") or native.level() in ("x86-64-v3", "x86-64-v4")
@@ -32,15 +33,48 @@ def make_weight(
   return GroupedWeight(codes, scales, bits, 1, scales[::-1] * scales.dtype.type(3) if offsets else None)
 
 
+def make_superblocks(inputs: int, outputs: int, kind: str) -> GroupedWeight:
+  """A weight as of GGUF's K types, whose scales are products of what a superblock holds."""
+  rng = np.random.default_rng(inputs + outputs)
+  bits, supers = (4 if kind == "Q4_K" else 6), (inputs // 256, outputs)
+  codes = rng.integers(0, 1 << bits, (inputs, outputs)).astype(np.uint8)
+  step = (rng.standard_normal(supers) / (1 << bits) / 32).astype(np.float16)
+  step.flat[0] = 6e-8  # products that float16 rounds to its subnormal numbers, or ties
+  steps = np.ascontiguousarray(step)[..., None]
+  if kind == "Q6_K":
+    factors = rng.integers(-128, 128, (*supers, 16)).astype(np.int8)
+    parts, scales, offsets = [factors.view(np.uint8), steps.view(np.uint8)], steps.astype(np.float32) * factors, None
+  else:
+    factors, minima = rng.integers(0, 64, (2, *supers, 8)).astype(np.uint8)
+    least = (steps * np.float16(0.7)).astype(np.float16)
+    high = [values[..., :4] | values[..., 4:] >> 4 << 6 for values in (factors, minima)]
+    parts = [steps.view(np.uint8), least.view(np.uint8), *high, factors[..., 4:] & 15 | minima[..., 4:] << 4]
+    scales = steps.astype(np.float32) * factors
+    offsets = np.float32(8 if bits == 4 else 16) * scales - least.astype(np.float32) * minima
+  raw = np.concatenate(parts, axis=-1)
+
+  def by_group(values: np.ndarray) -> np.ndarray:  # f32[supers, N, groups] -> f16[all groups, N]
+    return values.transpose(0, 2, 1).reshape(-1, outputs).astype(np.float16)
+
+  superblocks = raw.view(np.dtype((np.void, raw.shape[-1])))[..., 0]
+  return GroupedWeight(codes, by_group(scales), bits, 1, None if offsets is None else by_group(offsets), superblocks)
+
+
 def make_rows(rows: int, inputs: int) -> np.ndarray:
   return np.random.default_rng(rows).standard_normal((rows, inputs), np.float32) * 3
 
 
 def pack(weight: GroupedWeight) -> tuple[jax.Array, api.GroupLayout]:
   layout = api.GroupLayout(
-    weight.inputs, weight.bits, len(weight.scales), weight.scales.dtype.name, weight.offsets is not None
+    weight.inputs,
+    weight.bits,
+    len(weight.scales),
+    weight.scales.dtype.name,
+    weight.offsets is not None,
+    weight.superblocks is not None,
   )
-  return jnp.asarray(api.pack_groups(weight.codes, weight.scales, weight.offsets, weight.bits)), layout
+  packed = api.pack_groups(weight.codes, weight.scales, weight.offsets, weight.bits, weight.superblocks)
+  return jnp.asarray(packed), layout
 
 
 def multiply(x: np.ndarray | jax.Array, weight: GroupedWeight, **more) -> np.ndarray:
@@ -104,6 +138,22 @@ def test_a_row_has_the_same_bits_in_any_batch(bits: int) -> None:
   for begin, count in ((0, 1), (39, 1), (3, 2), (7, 12), (20, 13), (51, 49)):
     rows = slice(begin, begin + count)
     np.testing.assert_array_equal(multiply(x[rows], weight), whole[rows])
+
+
+@pytest.mark.parametrize("kind", SUPERBLOCKS)
+@pytest.mark.parametrize("outputs", [70, 2050])
+def test_superblocks_are_the_weight_of_their_products(kind: str, outputs: int) -> None:
+  """The bits of the same weight with a scale a group, for products of any number of rows and for lookups."""
+  weight = make_superblocks(512, outputs, kind)
+  expanded = dataclasses.replace(weight, superblocks=None)
+  assert len(pack(weight)[0][0]) < len(pack(expanded)[0][0])
+  for rows in (1, 5, 6, 7, 31):
+    x = make_rows(rows, 512)
+    check_product(x, weight)
+    np.testing.assert_array_equal(multiply(x, weight), multiply(x, expanded))
+  indices = jnp.arange(outputs)
+  np.testing.assert_array_equal(*(api.look_up_columns(*pack(each), indices) for each in (weight, expanded)))
+  np.testing.assert_array_equal(api.look_up_columns(*pack(weight), indices), weight.dequantize().T)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
@@ -270,6 +320,14 @@ def test_what_does_not_fit_is_named() -> None:
     api.pack_groups(weight.codes, weight.scales.astype(np.float64), None, 4)
   with pytest.raises(ValueError, match=r"offsets are float16\[2, 50\]; 50 outputs need float16\[groups, 50\] for both"):
     api.pack_groups(weight.codes, weight.scales, weight.scales[:2], 4)
+  superblocks = np.zeros((1, 50), "V16")
+  with pytest.raises(
+    ValueError, match=r"superblocks of 96 inputs with float16 scales, groups of 32 and codes of 4 bits"
+  ):
+    api.pack_groups(weight.codes, weight.scales, weight.scales, 4, superblocks)
+  nested = make_superblocks(256, 50, "Q6_K")
+  with pytest.raises(ValueError, match=r"superblocks are \|V16\[1, 50\] .* must be \|V18\[1, 50\]"):
+    api.pack_groups(nested.codes, nested.scales, None, 6, superblocks)
   with pytest.raises(ValueError, match="5 groups do not divide 96 inputs"):
     api.GroupLayout(96, 4, 5)
   with pytest.raises(ValueError, match=r"groups of 12 inputs at 4 bits; groups must be multiples of 8 inputs, or a"):
@@ -287,6 +345,9 @@ def check_all(bits: int) -> None:
   check_product(make_rows(14, 192), make_weight(192, 70, bits, 3, offsets=True))
   inputs = 416 if bits == 6 else 272  # chunks of 112 and 96 inputs, or of 72 and 64
   check_product(make_rows(3, inputs), make_weight(inputs, 33, bits, 2, dtype="float32"))
+  for kind in {4: ("Q4_K",), 6: ("Q5_K", "Q6_K"), 8: ()}[bits]:
+    for rows in (3, 14):
+      check_product(make_rows(rows, 512), make_superblocks(512, 40, kind))
 
 
 @pytest.mark.kernels
@@ -313,6 +374,18 @@ _BUGS = {
   "bits_of_other_inputs": ("kPart == 1 ? all << 2 : kPart == 2 ? all", "kPart == 1 ? all : kPart == 2 ? all << 2"),
   "last_chunk_too_long": ("std::min(layout.chunk, layout.group - begin) / kStep", "layout.chunk / kStep"),
   "inverse_of_another_factor": ("inverse = 127.0f / magnitude", "inverse = 126.0f / magnitude"),
+  "factors_of_other_groups": ("(mixed >> at & 15) | (factor", "(mixed >> (at + 4) & 15) | (factor"),
+  "minima_without_their_high_bits": ("| (minimum >> (at + 2) & 48)", ""),
+  "superblocks_of_the_first_inputs": (
+    "reinterpret_cast<const S*>(own) + first",
+    "reinterpret_cast<const S*>(supers) + first",
+  ),
+  "superblocks_expanded_once": ("supers.data(), first == 0, ahead", "supers.data(), block == nullptr, ahead"),
+  "offsets_for_another_zero": ("zero(bits == 4 ? 8 : 16)", "zero(8)"),
+  "widened_superblocks_of_one_group": (
+    "super, g % layout.of_super, reinterpret_cast<uint16_t*>(to)",
+    "super, 0, reinterpret_cast<uint16_t*>(to)",
+  ),
   "wrong_block_of_columns": ("weight + block * bytes,", "weight,"),
 }
 

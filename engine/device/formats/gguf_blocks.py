@@ -23,6 +23,7 @@ class BlockType:
     bits, group, has_offsets: of the GroupedWeight.
     decode_some: uint8[B, bytes] -> codes, scales and offsets, exactly.
     scale_dtype: in which scales are kept; those of K types are products, rounded to float16.
+    super_bytes: the bytes of a block that a K type's scales and offsets are products of; None: another type.
   """
 
   bits: int
@@ -30,6 +31,7 @@ class BlockType:
   has_offsets: bool
   decode_some: Callable[[np.ndarray], Decoded]
   scale_dtype: str = "float16"
+  super_bytes: slice | None = None
 
   def decode(self, blocks: np.ndarray) -> Decoded:
     """Like `decode_some`, a part at a time: the processor's cache holds what all its passes touch."""
@@ -44,6 +46,13 @@ class BlockType:
     codes, scales, offsets = whole
     assert codes is not None and scales is not None
     return codes, scales, offsets
+
+  def superblocks(self, blocks: np.ndarray) -> np.ndarray | None:
+    """uint8[B, bytes] -> void[B], the superblocks of a GroupedWeight; None if the type has none."""
+    if self.super_bytes is None:
+      return None
+    part = np.ascontiguousarray(blocks[:, self.super_bytes])
+    return part.view(np.dtype((np.void, part.shape[1])))[:, 0]
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
@@ -155,8 +164,8 @@ BLOCK_TYPES: dict[str, BlockType] = {
   "Q5_0": BlockType(6, 32, False, _decode_q5_0),
   "Q5_1": BlockType(6, 32, True, _decode_q5_1),
   "Q8_0": BlockType(8, 32, False, _decode_q8_0),
-  "Q4_K": BlockType(4, 32, True, _decode_q4_k),
-  "Q5_K": BlockType(6, 32, True, _decode_q5_k),
-  "Q6_K": BlockType(6, 16, False, _decode_q6_k),
+  "Q4_K": BlockType(4, 32, True, _decode_q4_k, super_bytes=slice(0, 16)),
+  "Q5_K": BlockType(6, 32, True, _decode_q5_k, super_bytes=slice(0, 16)),
+  "Q6_K": BlockType(6, 16, False, _decode_q6_k, super_bytes=slice(192, 210)),
   "MXFP4": BlockType(6, 32, False, _decode_mxfp4, "float32"),
 }

@@ -115,7 +115,9 @@ def _quantized(file: pathlib.Path, name: str, tensor: GGUFTensor, block: BlockTy
   def decode() -> GroupedWeight:
     rows = np.memmap(file, np.uint8, "r", tensor.offset, (outputs, tensor.row_bytes))
     rows = _restore_rows(rows, heads) if heads > 1 else rows
-    codes, scales, offsets = block.decode(rows.reshape(-1, tensor.block_bytes))
+    blocks = rows.reshape(-1, tensor.block_bytes)
+    codes, scales, offsets = block.decode(blocks)
+    superblocks = block.superblocks(blocks)
     groups = (outputs, inputs // block.group)
     return GroupedWeight(
       codes.reshape(outputs, inputs).T,
@@ -123,6 +125,7 @@ def _quantized(file: pathlib.Path, name: str, tensor: GGUFTensor, block: BlockTy
       block.bits,
       1,
       None if offsets is None else offsets.reshape(groups).T,
+      None if superblocks is None else superblocks.reshape(outputs, -1).T,
     )
 
   return QuantizedTensor(
@@ -135,6 +138,7 @@ def _quantized(file: pathlib.Path, name: str, tensor: GGUFTensor, block: BlockTy
     scale_dtype=np.dtype(block.scale_dtype if inputs > block.group else np.float32),
     decode=decode,
     parts=(name,),
+    has_superblocks=block.super_bytes is not None,
   )
 
 

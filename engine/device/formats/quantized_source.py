@@ -152,12 +152,14 @@ def _joint_form(tensors: list[QuantizedTensor]) -> MatrixForm:
   """Returns the form of `assemble_grouped`."""
   inputs = tensors[0].shape[1]
   group = np.gcd.reduce([tensor.group for tensor in tensors]).item()
+  has_one_kind = len({(tensor.bits, tensor.group) for tensor in tensors}) == 1
   return MatrixForm(
     kind="grouped",
     bits=max(tensor.bits for tensor in tensors),
     group=0 if group == inputs else group,
     has_offsets=any(tensor.has_offsets for tensor in tensors),
     scale_dtype=np.result_type(*(tensor.scale_dtype for tensor in tensors)).name,
+    has_superblocks=has_one_kind and all(tensor.has_superblocks for tensor in tensors),
   )
 
 

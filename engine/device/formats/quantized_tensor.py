@@ -30,6 +30,7 @@ class QuantizedTensor:
     scale_dtype: float16 or float32, of scales and offsets.
     decode: reads the codes as a GroupedWeight [inputs, outputs], exactly, with scales of either dtype.
     parts: the names of the tensors in the file, those included whose values the format repeats.
+    has_superblocks: whether that weight has superblocks.
   """
 
   name: str
@@ -41,6 +42,7 @@ class QuantizedTensor:
   scale_dtype: np.dtype
   decode: Callable[[], GroupedWeight]
   parts: tuple[str, ...]
+  has_superblocks: bool = False
 
   def dequantize(self, dtype: np.dtype) -> np.ndarray:
     """Returns [outputs, inputs]. Raises CheckpointError as `read`."""
