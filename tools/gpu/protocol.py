@@ -251,10 +251,11 @@ class Worker:
     """
     process = self._process or self._start()
     assert process.stdin is not None
+    begin = os.fstat(self._log.fileno()).st_size  # first, because a job may print and end at once
     with contextlib.suppress(BrokenPipeError):  # its end comes as an event
       process.stdin.write(json.dumps(batch) + "\n")
       process.stdin.flush()
-    begin, left, progress, failed = os.fstat(self._log.fileno()).st_size, len(batch) + 1, time.monotonic(), ""
+    left, progress, failed = len(batch) + 1, time.monotonic(), ""
     while True:
       patience = patience_s if self._ready else max(patience_s, _START_S)
       try:

@@ -48,7 +48,7 @@ def test_a_step_beside_ceilings():
   row = beside_roofline(2.0, [(3, 1), (3, 1)], work, Ceilings(bytes_s=160.0, flops_s=200.0))
   assert (row["bytes_s"], row["flops_s"], row["intensity"], row["tok_s"]) == (80.0, 50.0, 100 / 160, 1.0)
   assert (row["of_read"], row["of_rate"], row["over_roofline"]) == (0.5, 0.25, 2.0)
-  assert row["ceilings"] == {"bytes_s": 160.0, "flops_s": 200.0}
+  assert row["ceilings"] == {"bytes_s": 160.0, "flops_s": 200.0, "median_bytes_s": 0.0}
 
 
 def test_every_shape_is_a_model_of_the_registry():
