@@ -103,7 +103,7 @@ def test_answers_and_errors_pass_unchanged():
 
       async def pieces():
         yield b'{"prompt": "Once",'
-        yield b' "max_tokens": 3}'
+        yield b' "max_tokens": 3, "ignore_eos": true}'
 
       answer = await client.post(f"{url}/v1/completions", content=pieces())
       assert answer.json()["usage"]["completion_tokens"] == 3
