@@ -8,6 +8,7 @@ import pathlib
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -112,13 +113,16 @@ class RunningServer:
 class RunningRouter:
   """A router on a free port of this machine, in a process of its own; it ends with the block, however that ends."""
 
-  def __init__(self, replicas: Sequence[str], log: pathlib.Path, flags: Sequence[str] = ()):
+  def __init__(
+    self, replicas: Sequence[str], log: pathlib.Path, flags: Sequence[str] = (), tls: ssl.SSLContext | None = None
+  ):
     """Args:
-    replicas: HOST:PORT of the replicas' HTTP ports.
+    replicas: HOST:PORT of the replicas' HTTP ports, or https://HOST:PORT.
     log: file for its output; overwritten.
     flags: further flags of server.router.
+    tls: verifies the router's certificate, if the flags name one.
     """
-    self._replicas, self._flags, self._log = replicas, flags, log
+    self._replicas, self._flags, self._log, self._tls = replicas, flags, log, tls
 
   def __enter__(self) -> "RunningRouter":
     """Returns once all replicas are in the rotation.
@@ -154,8 +158,9 @@ class RunningRouter:
 
   def _count_ready(self, port_file: pathlib.Path) -> int:
     self.address = f"127.0.0.1:{port_file.read_text('utf-8').strip()}"
+    url = f"{'http' if self._tls is None else 'https'}://{self.address}/ready"
     try:
-      with urllib.request.urlopen(f"http://{self.address}/ready", timeout=10) as response:
+      with urllib.request.urlopen(url, timeout=10, context=self._tls) as response:
         return json.load(response)["replicas_ready"]
     except urllib.error.HTTPError as error:
       return json.load(error)["replicas_ready"]

@@ -1,9 +1,9 @@
 """An ASGI app that relays each request to a server on loopback, byte for byte. Knows no path and no body.
 
 Each request has a connection of its own, closed with it: the server sees at once that a client is gone, and no request
-meets a connection that the server has just closed. Statuses, headers, bodies and errors are the server's own. Two
-errors are not: a server that cannot be reached returns 503 in Sluice's form, and a response that breaks off raises, so
-that Serve cuts the client's connection instead of ending the response as if it were whole.
+meets a connection that the server has just closed. Statuses, headers, bodies and errors are the server's own. Three
+errors are not: a server that cannot be reached and a body that Serve loses return 503 in Sluice's form, and a response
+that breaks off raises, so that Serve cuts the client's connection instead of ending the response as if it were whole.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import urllib.parse
 import h11
 from starlette.types import Receive, Scope, Send
 
-from server.errors import EngineDead
+from server.errors import EngineDead, Unavailable
 from server.http.error_responses import make_error_answer
 
 # Of one connection only (RFC 9110, section 7.6.1).
@@ -24,10 +24,15 @@ _NOT_RELAYED = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"t
 # Serve's proxy gives each request its id, and writes it into the response itself.
 _WRITTEN_BY_PROXY = frozenset((b"x-request-id",))
 _READ_BYTES = 64 << 10
+_ENDED = "this replica's server has ended; Serve replaces it, so send the request again"
 
 
 class RelayBroken(ConnectionError):
   """The server ended before its response did."""
+
+
+class BodyLost(Unavailable):
+  """Serve has lost its connection to the client's proxy before the request's body had come."""
 
 
 class HttpRelay:
@@ -57,7 +62,7 @@ class HttpRelay:
       try:
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._find_port()))
       except OSError:
-        await _answer_dead(send)
+        await _answer_error(send, EngineDead(_ENDED))
         return
       exchange = _Exchange(scope, connection)
       upload = asyncio.ensure_future(exchange.send_request(receive))
@@ -66,6 +71,10 @@ class HttpRelay:
         await asyncio.wait((upload, download), return_when=asyncio.FIRST_COMPLETED)
         if not download.done() and upload.exception() is None:
           return  # the client is gone
+        if not download.done() and isinstance(lost := upload.exception(), BodyLost) and not exchange.has_response:
+          download.cancel()
+          await _answer_error(send, lost)
+          return
         # A server may refuse a body before it has read all of it: its response counts, not the failed upload.
         await download
       finally:
@@ -84,8 +93,13 @@ class _Exchange:
     self._loop = asyncio.get_running_loop()
     self._http = h11.Connection(h11.CLIENT)
 
+  @property
+  def has_response(self) -> bool:
+    """Whether a response has begun."""
+    return self._http.their_state not in (h11.IDLE, h11.SEND_RESPONSE)
+
   async def send_request(self, receive: Receive) -> None:
-    """Sends head and body; returns when the client is gone."""
+    """Sends head and body; returns when the client is gone. Raises BodyLost."""
     headers = [(name, value) for name, value in self._scope["headers"] if name.lower() not in _NOT_RELAYED]
     names = {name.lower() for name, _ in headers}
     if b"content-length" not in names and self._scope["method"] not in ("GET", "HEAD"):
@@ -95,7 +109,16 @@ class _Exchange:
       headers.append((b"host", b"localhost"))
     await self._write(h11.Request(method=self._scope["method"], target=_target(self._scope), headers=headers))
     whole = False
-    while (message := await receive())["type"] == "http.request":
+    while True:
+      try:
+        message = await receive()
+      except Exception as error:
+        if whole:
+          raise
+        text = f"Serve lost the request's body on its way to this replica ({type(error).__name__}); send it again"
+        raise BodyLost(text) from None
+      if message["type"] != "http.request":
+        return
       if whole:
         continue
       if body := message.get("body"):
@@ -120,8 +143,8 @@ class _Exchange:
         elif isinstance(event, h11.ConnectionClosed):
           raise RelayBroken("the server closed the connection before its response")
     except (h11.RemoteProtocolError, ConnectionError) as error:
-      if self._http.their_state is h11.SEND_RESPONSE:
-        await _answer_dead(send)
+      if not self.has_response:
+        await _answer_error(send, EngineDead(_ENDED))
         return
       raise RelayBroken(f"the server's response broke off: {error}") from None
     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -140,10 +163,8 @@ def _target(scope: Scope) -> bytes:
   return path + b"?" + query if query else path
 
 
-async def _answer_dead(send: Send) -> None:
-  answer = make_error_answer(
-    EngineDead("this replica's server has ended; Serve replaces it, so send the request again")
-  )
+async def _answer_error(send: Send, error: Unavailable) -> None:
+  answer = make_error_answer(error)
   headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
   headers.append((b"content-type", b"application/json"))
   await send({"type": "http.response.start", "status": answer.status, "headers": headers})

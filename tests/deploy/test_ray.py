@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from typing import Any
 
 from grpc_health.v1 import health_pb2
 import httpx
@@ -143,6 +144,41 @@ def test_a_client_that_leaves_ends_its_request_and_a_dead_server_is_told():
       assert "ended" in context.details and any(
         b"ENGINE_DEAD" in value for _, value in context.trailing if isinstance(value, bytes)
       )
+
+  asyncio.run(run())
+
+
+def test_a_body_that_serve_loses_is_answered_at_once():
+  """Serve raises from `receive` when its connection to the client's proxy breaks; the server would wait 30 s."""
+
+  async def run():
+    async with relayed_server() as (server, relay, _, _):
+      app = HttpRelay(lambda: server.http_port)
+      scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+      sent: list[Any] = []
+
+      async def send(message: Any) -> None:
+        sent.append(message)
+
+      for parts in ([], [{"type": "http.request", "body": b'{"prompt":', "more_body": True}]):
+        messages = iter(parts)
+
+        async def receive() -> Any:
+          for message in messages:  # noqa: B023
+            return message
+          raise RuntimeError("the actor is unavailable")
+
+        sent.clear()
+        async with asyncio.timeout(15):
+          await app({**scope}, receive, send)
+        assert sent[0]["status"] == 503 and json.loads(sent[1]["body"])["error"]["code"] == "unavailable"
+        assert "send it again" in json.loads(sent[1]["body"])["error"]["message"]
+      # Once the body is whole, its answer counts.
+      messages = iter([{"type": "http.request", "body": b'{"prompt": "Once", "max_tokens": 3}'}])
+      sent.clear()
+      await app({**scope}, receive, send)
+      assert sent[0]["status"] == 200
+      await wait_until_idle(relay)
 
   asyncio.run(run())
 

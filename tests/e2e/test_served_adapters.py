@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.server.certificates import ADMIN_KEY, replace
+from tests.server.certificates import ADMIN_KEY
 from tools import make_random_adapter
+from tools.certificates import replace_file
 from tools.server_process import ROOT, RunningServer
 
 pytestmark = pytest.mark.long
@@ -34,7 +35,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def http(folder, tmp_path_factory) -> Iterator[httpx.Client]:
   files = tmp_path_factory.mktemp("server")
-  replace(files / "admin_keys", f"{ADMIN_KEY}\n".encode())
+  replace_file(files / "admin_keys", f"{ADMIN_KEY}\n".encode())
   flags = ["--http_port=0", f"--http_port_file={files / 'http'}", f"--admin_api_key_file={files / 'admin_keys'}"]
   flags += ["--enable_lora", "--max_loras=3", f"--lora_dir={folder}", "--token_budgets=8,64", "--max_model_len=512"]
   with RunningServer([*flags, "--num_blocks=256"], files / "log", {"JAX_PLATFORMS": "cpu"}):

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from server.text.tokenizer import Tokenizer
-from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, Authority, replace
+from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY
 from tests.server.harness import Served, give_up, running, write_tokenizer
+from tools.certificates import Authority, replace_file
 
 # Of one test, on the most loaded machine. Every wait of a test has an end of its own; this is for the one that has not.
 _LIMIT_S = 420.0
@@ -48,8 +49,8 @@ def served(tokenizer) -> Iterator[Served]:
 def secrets(tmp_path_factory) -> pathlib.Path:
   """A folder with files of keys: of users, one with a tenant, and of the operator."""
   folder = tmp_path_factory.mktemp("secrets")
-  replace(folder / "keys", f"{KEY} team-a\n{OTHER_KEY}\n".encode())
-  replace(folder / "admin_keys", f"{ADMIN_KEY}\n".encode())
+  replace_file(folder / "keys", f"{KEY} team-a\n{OTHER_KEY}\n".encode())
+  replace_file(folder / "admin_keys", f"{ADMIN_KEY}\n".encode())
   return folder
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import json
 import random
+import ssl
 import time
 from typing import Any
 
@@ -131,20 +132,27 @@ class StreamLoad:
     silence_s: float = 60.0,
     cancelled_share: float = 0.0,
     seed: int = 0,
+    tls: ssl.SSLContext | None = None,
+    application: str = "",
   ):
     """Args:
-    grpc_target: HOST:PORT.
+    grpc_target: HOST:PORT, in plain text.
     http_url: such as http://127.0.0.1:8000.
     known: the requests, sent in a random order again and again.
     silence_s: a stream without a message for this long is silent, in seconds.
     cancelled_share: share of the streams that the client leaves early.
     seed: determines the order.
+    tls: verifies the certificate of an https URL.
+    application: of Ray Serve that gRPC calls name; empty: none.
     """
     # A lost server comes back within seconds; by default a client would then wait up to two minutes.
     self._channel = grpc.aio.insecure_channel(grpc_target, [("grpc.max_reconnect_backoff_ms", 1000)])
     self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    self._http = httpx.AsyncClient(base_url=http_url, timeout=httpx.Timeout(silence_s), limits=limits, trust_env=False)
+    self._http = httpx.AsyncClient(
+      base_url=http_url, timeout=httpx.Timeout(silence_s), limits=limits, trust_env=False, verify=tls or False
+    )
+    self._metadata = (("application", application),) if application else ()
     self._known, self._silence_s, self._cancelled_share = known, silence_s, cancelled_share
     self._rng = random.Random(seed)
     self._workers: list[asyncio.Task[None]] = []
@@ -207,7 +215,8 @@ class StreamLoad:
         text=request.prompt,
         sampling=pb.SamplingParams(temperature=0.0),
         stopping=pb.StopParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos),
-      )
+      ),
+      metadata=self._metadata,
     )
     tokens: list[int] = []
     heard, finished, said = time.monotonic(), False, ""
@@ -280,6 +289,6 @@ class StreamLoad:
       return judge(Verdict.FINISHED)
     except httpx.TimeoutException:
       return judge(Verdict.SILENT)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ssl.SSLError) as error:  # httpx passes on what TLS finds in a record
       said = f"{type(error).__name__}: {error}"[:200]
       return judge(Verdict.ERROR)

@@ -2,6 +2,8 @@
 
 clients -- HTTP --> router --+--> Ray Serve --> 2 replicas <-- gRPC -- clients
                              +--> decode server <-- KV -- prefill server
+
+With TLS, a proxy stands in each of these connections but those of gRPC clients, since Serve's gRPC proxy has no TLS.
 """
 
 from collections.abc import Callable
@@ -11,10 +13,13 @@ import os
 import pathlib
 import secrets
 import signal
+import ssl
 import time
 from typing import TYPE_CHECKING, Self
 
 from engine.errors import ConfigError
+from tools.certificates import Authority
+from tools.faulty_link import FaultyLink
 from tools.fleet.checked_streams import KnownRequest, learn_outputs
 from tools.server_process import RunningRouter, RunningServer, find_free_port
 
@@ -49,6 +54,33 @@ class LossKind(enum.Enum):
 
   KILL = "kill"
   STOP = "stop"
+
+
+class LinkFault(enum.Enum):
+  """What happens to what passes between processes."""
+
+  CORRUPT = "corrupt"
+  DELAY = "delay"
+
+
+class FleetTls:
+  """A certificate for all members of a fleet, from an authority of its own.
+
+  Attributes:
+    ca_file, files: PEM of the authority; PEM of the certificate and its key.
+    context: verifies the members.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    """Writes the files into `folder`."""
+    authority = Authority(folder)
+    self.ca_file, self.files = authority.file, authority.issue("member")
+    self.context = ssl.create_default_context(cafile=str(self.ca_file))
+
+  @property
+  def server_flags(self) -> tuple[str, ...]:
+    """Flags of a server or router with this certificate."""
+    return f"--tls_cert_file={self.files[0]}", f"--tls_key_file={self.files[1]}"
 
 
 class FleetMember:
@@ -88,6 +120,11 @@ class FleetMember:
         os.kill(process.pid, signal.SIGCONT)
       process.__exit__()
 
+  def start_anew(self) -> float:
+    """Ends the process in an orderly way and starts it; returns the seconds of the start. Raises ConfigError."""
+    self.end()
+    return self.start()
+
   def lose(self, fault: LossKind) -> None:
     """Kills or stops the process."""
     assert self._process is not None, "start comes first"
@@ -113,36 +150,75 @@ class RunningFleet:
   Attributes:
     known: requests and their outputs; the first NUM_LONG have long prompts.
     cluster: Ray.
+    tls: None: the connections are plain text, and there are no links.
+    links: whether streams may fail when the link breaks, and the link, by a name; in each connection of the fleet.
     prefill, decode, router: the processes beside Ray.
+    http_url: what HTTP clients call.
+    replicas: what the router calls.
     decode_target, prefill_metrics: HOST:PORT of the decode server's gRPC port, and of the prefill server's HTTP port.
     ray_state: what the replicas do.
     ray_start_s: seconds until Ray served.
   """
 
-  def __init__(self, cluster: "RayCluster", folder: pathlib.Path, report: Callable[[str], None]):
+  def __init__(
+    self, cluster: "RayCluster", folder: pathlib.Path, report: Callable[[str], None], tls: FleetTls | None = None
+  ):
     """Args:
-    cluster: entered already.
+    cluster: entered already, with the certificate of `tls`.
     folder: for logs and the secret.
     report: called with a line at each stage of the start.
+    tls: encrypts the connections and puts a link in each; None: they are plain text, without links.
     """
-    self.cluster, self._folder, self._report = cluster, folder, report
+    self.cluster, self._folder, self._report, self.tls = cluster, folder, report, tls
     self.known: list[KnownRequest] = []
+    self.links: dict[str, tuple[bool, FaultyLink]] = {}
     self.ray_state, self.ray_start_s = MemberState.STARTING, 0.0
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(24), "ascii")
     ports = [find_free_port() for _ in range(5)]
     prefill, prefill_http, decode, decode_http, router = (f"127.0.0.1:{port}" for port in ports)
-    roles = (*_FLAGS, f"--transfer_secret_file={secret}")
+    seen_prefill = self._add_link("the prefill server and its clients", prefill, can_fail=False)
+    seen_decode = self._add_link("the router and the decode server", decode_http, can_fail=True)
+    serve = self.cluster.http_url.rpartition("/")[2]
+    seen_serve = self._add_link("the router and Ray Serve", serve, can_fail=True)
+    self.http_url = f"{self.scheme}://{self._add_link('clients and the router', router, can_fail=True)}"
+    roles = (*_FLAGS, f"--transfer_secret_file={secret}", *(tls.server_flags if tls else ()))
     prefill_flags = (*roles, "--role=prefill", f"--port={ports[0]}", f"--http_port={ports[1]}")
     decode_flags = (*roles, "--role=decode", f"--port={ports[2]}", f"--http_port={ports[3]}")
-    decode_flags += (f"--prefill_servers={prefill}", "--trust_prefill_header", *_DECODE_FLAGS)
-    router_flags = (f"--port={ports[4]}", f"--prefill_servers={prefill}")
-    replicas = (self.cluster.http_url.removeprefix("http://"), decode_http)
+    decode_flags += (f"--prefill_servers={seen_prefill}", "--trust_prefill_header", *_DECODE_FLAGS)
+    router_flags = (f"--port={ports[4]}", f"--prefill_servers={seen_prefill}")
+    self.replicas = (seen_serve, seen_decode)
+    if tls:
+      # Shared memory would pass KV beside the link.
+      decode_flags += (f"--transfer_ca_file={tls.ca_file}", "--kv_transport=grpc")
+      router_flags += (*tls.server_flags, f"--replica_ca_file={tls.ca_file}", f"--prefill_ca_file={tls.ca_file}")
+      self.replicas = tuple(f"https://{each}" for each in self.replicas)
     self.prefill = FleetMember("prefill server", prefill, lambda: self._make_server("prefill", *prefill_flags))
     self.decode = FleetMember("decode server", decode_http, lambda: self._make_server("decode", *decode_flags))
-    self.router = FleetMember("router", router, lambda: RunningRouter(replicas, folder / "router.log", router_flags))
+    context = tls.context if tls else None
+    self.router = FleetMember(
+      "router", router, lambda: RunningRouter(self.replicas, folder / "router.log", router_flags, context)
+    )
     self.decode_target, self.prefill_metrics = decode, prefill_http
+
+  @property
+  def scheme(self) -> str:
+    """Of the members' URLs: http or https."""
+    return "https" if self.tls else "http"
+
+  @property
+  def ca_file(self) -> str:
+    """The authority of the members' certificates; empty without TLS."""
+    return str(self.tls.ca_file) if self.tls else ""
+
+  def _add_link(self, between: str, address: str, can_fail: bool) -> str:
+    """Returns where clients reach a member: through a link to it, with TLS."""
+    if not self.tls:
+      return address
+    link = FaultyLink(int(address.rpartition(":")[2]))
+    self.links[between] = can_fail, link
+    return f"127.0.0.1:{link.port}"
 
   def _make_server(self, name: str, *flags: str) -> RunningServer:
     return RunningServer(flags, self._folder / f"{name}.log", _CPU)
@@ -155,6 +231,8 @@ class RunningFleet:
   def __enter__(self) -> Self:
     """Returns once every process serves. Raises ConfigError or RuntimeError if one does not."""
     with contextlib.ExitStack() as stack:
+      for _, link in self.links.values():
+        stack.enter_context(link)
       self._report("learning the outputs from one plain server")
       with self._make_server("plain", *_FLAGS) as plain:
         self.known = learn_outputs(
@@ -196,9 +274,16 @@ class RunningFleet:
     self.ray_state = MemberState.LOST if fault is LossKind.KILL else MemberState.STOPPED
     return victim
 
-  def await_replicas(self, lost: int) -> float:
-    """Returns the seconds until Ray Serve has replaced the server with this process id. Raises ConfigError."""
-    took = self.cluster.wait_for_replicas(NUM_REPLICAS, BACK_WITHIN_S, frozenset((lost,)))
+  def await_replicas(self, lost: int) -> tuple[float, float]:
+    """Waits until Ray Serve has replaced the server with this process id.
+
+    Returns:
+      The seconds until Serve missed it, and those from then on.
+
+    Raises:
+      ConfigError: it did not happen in time.
+    """
+    took = self.cluster.wait_for_replacement(NUM_REPLICAS, BACK_WITHIN_S, lost)
     if took is None:
       raise ConfigError(f"{self.cluster.count_replicas()} of {NUM_REPLICAS} replicas serve after {BACK_WITHIN_S:g} s")
     self.ray_state = MemberState.SERVING

@@ -21,6 +21,7 @@ from rich.console import Console
 from engine.errors import ConfigError
 from tools.arguments import CommandParser, output_file, positive_int
 from tools.chaos.report import Row, as_json, show
+from tools.chaos.restart_times import LEAST_STARTS
 from tools.fleet.checked_streams import StreamLoad, learn_outputs
 from tools.host_losses.host_cluster import Cluster, Proxy
 from tools.host_losses.loss_rounds import HostFault, LossRounds
@@ -28,7 +29,6 @@ from tools.measure import commit, machine, write_result
 from tools.server_process import RunningServer, find_free_port
 
 _OUTPUT_TOKENS = (48, 240)
-_LEAST_STARTS = 3  # that are measured before a host is lost; else as many as rounds
 _CPU = {"JAX_PLATFORMS": "cpu"}
 
 
@@ -73,7 +73,7 @@ async def _run(folder: pathlib.Path, faults: list[HostFault], rounds: int, seed:
   with Cluster(folder) as cluster, Proxy(cluster.port) as proxy:
     check = LossRounds(cluster, proxy, load, f"127.0.0.1:{port}", flags, seed)
     try:
-      starts = sorted(await check.measure_starts(max(rounds, _LEAST_STARTS)))
+      starts = sorted(await check.measure_starts(max(rounds, LEAST_STARTS)))
       report(f"{len(starts)} starts: two hosts serve after {', '.join(f'{each:.1f}' for each in starts)} s")
       await check.check_all(faults, rounds, report)
     except (ConfigError, AssertionError, OSError) as error:

@@ -1,19 +1,18 @@
 """Real servers as several hosts, each a process of its own, and a proxy between them that can break what passes."""
 
 from collections.abc import Callable
-import contextlib
 import http.client
 import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from typing import Self
 
+from tools.faulty_link import FaultyLink
 from tools.server_process import find_free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -172,48 +171,16 @@ class Proxy:
   def __init__(self, target: int):
     self.port = find_free_port()
     self.change: Callable[[int, bytes], bytes] = lambda number, data: data
-    self._sockets: list[socket.socket] = []
-    self._num_connections = 0
-    for offset in (0, 1):
-      listener = socket.create_server(("127.0.0.1", self.port + offset))
-      self._sockets.append(listener)
-      threading.Thread(target=self._accept, args=(listener, target + offset, offset == 1), daemon=True).start()
+    self._coordinator, self._leader = FaultyLink(target, self.port), FaultyLink(target + 1, self.port + 1)
+    self._leader.change = lambda number, is_answer, data: self.change(number, data) if is_answer else data
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
-    for sock in self._sockets:
-      sock.close()
+    self._coordinator.__exit__()
+    self._leader.__exit__()
 
   def forget_connections(self) -> None:
     """Numbers connections from 0 again; call it before hosts start again."""
-    self._num_connections = 0
-
-  def _accept(self, listener: socket.socket, target: int, is_leader: bool) -> None:
-    while True:
-      try:
-        near, _ = listener.accept()
-      except OSError:
-        return
-      try:
-        far = socket.create_connection(("127.0.0.1", target))
-      except OSError:
-        near.close()
-        continue
-      number = -1
-      if is_leader:
-        number, self._num_connections = self._num_connections, self._num_connections + 1
-      self._sockets += [near, far]
-      threading.Thread(target=self._pass_on, args=(near, far, -1), daemon=True).start()
-      threading.Thread(target=self._pass_on, args=(far, near, number), daemon=True).start()
-
-  def _pass_on(self, source: socket.socket, sink: socket.socket, number: int) -> None:
-    try:
-      while data := source.recv(1 << 16):
-        sink.sendall(self.change(number, data) if number >= 0 else data)
-    except OSError:
-      pass
-    for sock in (source, sink):
-      with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+    self._leader.forget_connections()

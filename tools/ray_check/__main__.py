@@ -2,8 +2,10 @@
 
   make ray                                                # about 4 minutes on 2 cores
   make ray ARGS="--scenario=lost --rounds=3 --output=FILE"
+  make ray ARGS=--scenario=links                          # alone needs unshare, ip and iptables, and no root
 
-Serves the demo model. A plain server's outputs are the expected ones. Prints a table; exit code 0 only if every check
+Serves the demo model. A plain server's outputs are the expected ones. links changes and delays what Ray's workers
+exchange, with Ray's TLS, in a network namespace of its own. Prints a table; exit code 0 only if every check
 held, 1 if one did not, 2 for a bad command line.
 """
 
@@ -30,6 +32,7 @@ from tools.arguments import CommandParser, output_file, positive_int
 from tools.chaos.report import Row, as_json, none_of, show
 from tools.fleet.checked_streams import KnownRequest, StreamLoad, Verdict, learn_outputs
 from tools.measure import commit, machine, write_result
+from tools.ray_check.worker_links import WorkerLinks, enter_own_network, prepare_ray
 from tools.server_process import RunningServer
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ _CPU = {"JAX_PLATFORMS": "cpu"}
 _WAIT_S = 120.0
 _SERVER_TIMEOUT_S = 3.0
 _TOLD_S = 5.0
+_LONGEST_BURST_S = 0.2
+_HELD_S, _DELAY_S = (0.02, 0.2), 1.0  # how long each piece is held back, and for how long this goes on
 _OUTPUT_TOKENS = (24, 160)
 # Differ between two answers to one request.
 _OWN_KEYS = ("id", "created", "request_id", "system_fingerprint")
@@ -54,12 +59,14 @@ class Check:
     cluster: Ray.
     folder: for logs.
     rounds: times that each process is lost.
+    links: between Ray's processes; None: there are none.
     rows: results so far.
   """
 
   cluster: "RayCluster"
   folder: pathlib.Path
   rounds: int
+  links: WorkerLinks | None = None
   rows: list[Row] = dataclasses.field(default_factory=list)
 
   def plain_server(self, *flags: str, environment: dict[str, str] | None = None) -> RunningServer:
@@ -219,6 +226,59 @@ async def check_losses(check: Check) -> None:
       ),
       Row(f"{what}: 2 replicas serve again", "without a hand", lost[0] if lost else f"in {back_s:.1f} s", not lost),
     ]
+  await _finish_idle(check, load)
+
+
+async def check_links(check: Check) -> None:
+  """Bits change, and everything is late, between Ray's workers: TLS finds the bits, and every stream ends."""
+  known = await asyncio.to_thread(check.learn)
+  check.deploy(min_replicas=2, max_replicas=2)
+  load = check.load(known, cancelled_share=0.1)
+  load.set_streams(16)
+  rng = random.Random(0)
+  for what, fault in (("bits change", _change_bits), ("everything is late", _delay_all)):
+    heard_s, count, errors, since, before = 0.0, 0, 0, len(load.ends), time.monotonic()
+    faults: list[str] = []
+    for index in range(check.rounds):
+      await _wait_for_ends(load, 4)
+      # Ray may give up a replica whose connection broke; the next fault waits for another in its place.
+      if await asyncio.to_thread(check.cluster.wait_for_replicas, 2, _WAIT_S) is None:
+        raise ConfigError(f"{check.cluster.count_replicas()} of 2 replicas serve after {_WAIT_S:g} s")
+      began = time.monotonic()
+      passed = await asyncio.to_thread(fault, check, rng, index)
+      await _wait_for_ends(load, 4)
+      failed = [end for end in load.ends[since:] if end.verdict is Verdict.ERROR]
+      silences = [min(end.waited_s, end.ended - (began if end.ended >= began else before)) for end in failed]
+      heard_s, count, errors = max([heard_s, *silences]), count + passed, errors + len(failed)
+      faults += load.find_faults(since, allow_errors=fault is _change_bits) + ([] if passed else ["nothing passed"])
+      since, before = len(load.ends), began
+    measured = f"{count:,} pieces had it, {errors} streams ended with an error"
+    if faults:
+      measured = f"{len(faults)} faults: {faults[0]}"
+    target = "0 wrong, cut or silent" if fault is _change_bits else "0 errors"
+    ends_by_rules = Row(f"{what} between Ray's workers: streams end", target, measured, not faults, 100, check.rounds)
+    in_time = heard_s <= _TOLD_S
+    check.rows += [
+      ends_by_rules,
+      Row(f"{what}: clients learn of it", f"in {_TOLD_S:g} s", f"in {heard_s:.1f} s", in_time),
+    ]
+  await _finish_idle(check, load)
+
+
+def _change_bits(check: Check, rng: random.Random, index: int) -> int:
+  """Changes one bit, or in every second round one in each piece for a while; returns their number."""
+  assert check.links is not None, "main starts them for this scenario"
+  burst_s = rng.uniform(0, _LONGEST_BURST_S) if index % 2 else 0.0
+  return check.links.corrupt(rng, burst_s, _WAIT_S)
+
+
+def _delay_all(check: Check, rng: random.Random, index: int) -> int:
+  assert check.links is not None, "main starts them for this scenario"
+  return check.links.delay(rng.uniform(*_HELD_S), _DELAY_S)
+
+
+async def _finish_idle(check: Check, load: StreamLoad) -> None:
+  """Checks that streams finish without errors again, and that no process is left, or holds anything."""
   since = len(load.ends)
   await _wait_for_ends(load, 100)
   await load.stop()
@@ -279,7 +339,10 @@ SCENARIOS: dict[str, Callable[[Check], Awaitable[None]]] = {
   "lost": check_losses,
   "scaling": check_scaling,
   "devices": check_devices,
+  "links": check_links,
 }
+# Without those that need more than this machine's usual rights and programs.
+_USUAL = tuple(name for name in SCENARIOS if name != "links")
 
 
 async def _wait_for_ends(load: StreamLoad, count: int) -> None:
@@ -310,23 +373,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.ray_check", "Check the Ray Serve application with real Ray on this machine.")
   parser.add_argument("--scenario", default="", help=f"names separated by commas: {', '.join(SCENARIOS)}")
-  parser.add_argument("--rounds", type=positive_int, default=2, help="times that each kind of process is lost")
+  parser.add_argument("--rounds", type=positive_int, default=2, help="times that each fault happens")
   parser.add_argument("--output", type=output_file, default="", help="file for the table as JSON")
   args = parser.parse_args(arguments)
-  chosen = [name for name in args.scenario.split(",") if name] or list(SCENARIOS)
+  chosen = [name for name in args.scenario.split(",") if name] or list(_USUAL)
   unknown = [name for name in chosen if name not in SCENARIOS]
   if unknown:
     parser.error(f"--scenario={unknown[0]} is unknown; use one of {', '.join(SCENARIOS)}")
-  try:
-    from tools.ray_check.cluster import RayCluster  # here, since --help needs no Ray
-  except ModuleNotFoundError as error:
-    return parser.failed(ConfigError(f"{error}; run it as `make ray`, which sets up Ray's environment"))
-  console = Console(stderr=True)
+  console, links = Console(stderr=True), None
   began = time.monotonic()
   with contextlib.ExitStack() as stack:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-ray-")))
+    try:
+      if "links" in chosen:
+        enter_own_network("tools.ray_check", sys.argv[1:] if arguments is None else arguments)
+        prepare_ray(folder)
+        links = stack.enter_context(WorkerLinks())
+      from tools.ray_check.cluster import RayCluster  # here, since --help needs no Ray
+    except ConfigError as error:
+      return parser.failed(error)
+    except ModuleNotFoundError as error:
+      return parser.failed(ConfigError(f"{error}; run it as `make ray`, which sets up Ray's environment"))
     console.print("starting Ray ...", style="dim")
-    check = Check(stack.enter_context(RayCluster()), folder, args.rounds)
+    check = Check(stack.enter_context(RayCluster()), folder, args.rounds, links)
     asyncio.run(run_scenarios(check, chosen, console))
   seconds = time.monotonic() - began
   show(check.rows, seconds, Console(width=None if sys.stdout.isatty() else 160), "Ray Serve")

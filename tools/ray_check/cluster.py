@@ -22,7 +22,7 @@ from deploy.ray.grpc_relay import SERVICER_FUNCTIONS
 from tools.server_process import find_free_port
 
 _OBJECT_STORE_BYTES = 80 << 20
-APP = "sluice"
+_ANOTHER = "another"
 
 
 class RayCluster:
@@ -32,13 +32,17 @@ class RayCluster:
     grpc_target: HOST:PORT of Serve's gRPC proxy.
     http_url: URL of its HTTP proxy.
     mark: served name of the model, by which the check finds its servers.
+    application: name of the application in Serve.
   """
 
-  def __init__(self, num_devices: int = 4):
+  application = "sluice"
+
+  def __init__(self, num_devices: int = 4, certificate: tuple[pathlib.Path, pathlib.Path] | None = None):
     """Args:
     num_devices: units of the custom resource "device" that the node offers.
+    certificate: PEM files of a certificate and its key, for Serve's HTTP proxy; None: plain HTTP.
     """
-    self._num_devices = num_devices
+    self._num_devices, self._certificate = num_devices, certificate
     self.mark = f"ray-check-{secrets.token_hex(4)}"
     self._stack = contextlib.ExitStack()
 
@@ -59,12 +63,16 @@ class RayCluster:
       stack.callback(ray.shutdown)
       logging.getLogger("ray.serve").setLevel(logging.WARNING)
       http_port, grpc_port = find_free_port(), find_free_port()
+      http_options: dict[str, Any] = {"host": "127.0.0.1", "port": http_port}
+      if self._certificate:
+        http_options["ssl_certfile"], http_options["ssl_keyfile"] = map(str, self._certificate)
       serve.start(
-        http_options={"host": "127.0.0.1", "port": http_port},
+        http_options=http_options,
         grpc_options={"port": grpc_port, "grpc_servicer_functions": list(SERVICER_FUNCTIONS)},
       )
       stack.callback(serve.shutdown)
-      self.grpc_target, self.http_url = f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}"
+      self.grpc_target = f"127.0.0.1:{grpc_port}"
+      self.http_url = f"{'https' if self._certificate else 'http'}://127.0.0.1:{http_port}"
       self._logs = pathlib.Path(folder)
       self._stack = stack.pop_all()
     return self
@@ -81,13 +89,28 @@ class RayCluster:
     Raises:
       RuntimeError: a replica did not start.
     """
-    flags = [*arguments.pop("server_flags", ()), f"--served_model_name={self.mark}"]
-    given = SluiceArguments(num_cpus=0.1, num_gpus=0, server_flags=flags, **arguments)
-    serve.run(build_app(given), name=APP, logging_config={"log_level": "WARNING"})
+    self._arguments = arguments
+    self._run(self.application, "/", self.mark, arguments)
+
+  def measure_start(self) -> float:
+    """Returns the seconds in which one replica more starts, as an application of its own, which then ends again.
+
+    Meanwhile, gRPC calls must name `application` in their metadata, or Serve refuses them.
+    """
+    began = time.monotonic()
+    self._run(_ANOTHER, "/another", f"{self.mark}-another", {**self._arguments, "min_replicas": 1, "max_replicas": 1})
+    took = time.monotonic() - began
+    serve.delete(_ANOTHER)
+    return took
+
+  def _run(self, name: str, route: str, mark: str, arguments: dict[str, Any]) -> None:
+    flags = [*arguments.get("server_flags", ()), f"--served_model_name={mark}"]
+    given = SluiceArguments(num_cpus=0.1, num_gpus=0, **{**arguments, "server_flags": flags})
+    serve.run(build_app(given), name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
 
   def count_replicas(self) -> int:
     """Returns the replicas that run and are healthy."""
-    application = serve.status().applications[APP]
+    application = serve.status().applications[self.application]
     return sum(deployment.replica_states.get("RUNNING", 0) for deployment in application.deployments.values())
 
   def find_servers(self) -> dict[int, int]:
@@ -113,6 +136,26 @@ class RayCluster:
         return time.monotonic() - began
       time.sleep(0.2)
     return None
+
+  def wait_for_replacement(self, count: int, timeout_s: float, lost: int) -> tuple[float, float] | None:
+    """Waits until Serve misses a replica that has just been lost, and then until `count` replicas run again.
+
+    Args:
+      count: replicas that ran before.
+      timeout_s: for all of it.
+      lost: process id of the server that was lost, or whose replica was.
+
+    Returns:
+      The seconds until Serve missed it, and those from then on; None if it did not happen in time.
+    """
+    began = time.monotonic()
+    while self.count_replicas() >= count:
+      if time.monotonic() - began > timeout_s:
+        return None
+      time.sleep(0.1)
+    missed_s = time.monotonic() - began
+    took = self.wait_for_replicas(count, timeout_s - missed_s, frozenset((lost,)))
+    return None if took is None else (missed_s, took)
 
   def find_bundles(self) -> list[dict[str, float]]:
     """Returns the resources of the bundles of every placement group that replicas hold."""

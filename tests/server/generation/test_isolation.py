@@ -22,8 +22,8 @@ from server.lifecycle.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.security import memory_limit
 from server.security.memory_limit import MemoryLimit
-from tests.server.certificates import replace
 from tests.server.harness import Served, detail_of, endings_of, reason_of, running, tiny_config
+from tools.certificates import replace_file
 
 KEYS = {
   "a": "the-key-of-tenant-a",
@@ -43,7 +43,7 @@ CONFIG = tiny_config(max_num_seqs=1, max_queued_requests=4, max_queued_tokens=20
 def keys(tmp_path_factory) -> pathlib.Path:
   path = tmp_path_factory.mktemp("keys") / "keys"
   lines = (f"{KEYS['a']} a", f"{KEYS['a2']} a", f"{KEYS['b']} b", KEYS[""])
-  replace(path, "\n".join(lines).encode())
+  replace_file(path, "\n".join(lines).encode())
   return path
 
 

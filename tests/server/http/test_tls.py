@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from server.lifecycle.host import HostOptions
-from tests.server.certificates import Authority, replace
 from tests.server.harness import running
+from tools.certificates import Authority, replace_file
 
 
 def options(certificate, key, **more) -> HostOptions:
@@ -39,9 +39,9 @@ def test_https_and_a_new_certificate(tokenizer, tmp_path):
       assert client.post("/v1/completions", json=asked).text.endswith("data: [DONE]\n\n")
     before = serial_of(port, authority)
     good = key.read_bytes()
-    replace(key, b"no key at all")
+    replace_file(key, b"no key at all")
     assert serial_of(port, authority) == before, "what does not fit together is not taken"
-    replace(key, good)
+    replace_file(key, good)
     authority.issue("server")
     assert serial_of(port, authority) != before
     with socket.create_connection(("127.0.0.1", port), timeout=30) as plain:

@@ -12,8 +12,9 @@ import pytest
 from server.proto import admin_pb2 as admin
 from server.proto import admin_pb2_grpc
 from server.proto import sluice_pb2 as pb
-from tests.server.certificates import ADMIN_KEY, replace
+from tests.server.certificates import ADMIN_KEY
 from tests.server.lifecycle.test_front_end_group import Running, asked, expected, serving
+from tools.certificates import replace_file
 
 ADMIN = {"x-api-key": ADMIN_KEY}
 
@@ -32,7 +33,7 @@ def test_every_front_end_knows_the_adapters(tmp_path: pathlib.Path) -> None:
   for name in ("first", "second"):
     (tmp_path / "adapters" / name).mkdir(parents=True)
     (tmp_path / "adapters" / name / "adapter_config.json").write_text(json.dumps({"r": 4}))
-  replace(tmp_path / "admin_keys", f"{ADMIN_KEY}\n".encode())
+  replace_file(tmp_path / "admin_keys", f"{ADMIN_KEY}\n".encode())
   with (
     serving(
       *(tmp_path, 2, "--enable_lora", f"--lora_dir={tmp_path / 'adapters'}"),

@@ -13,7 +13,7 @@ import pytest
 from server.proto import admin_pb2, admin_pb2_grpc
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
-from tests.server.certificates import Authority, replace, served_serial
+from tests.server.certificates import served_serial
 from tests.server.harness import reason_of, token_ids_of
 from tests.server.lifecycle.test_front_end_group import (
   IDS,
@@ -26,6 +26,7 @@ from tests.server.lifecycle.test_front_end_group import (
   serving,
 )
 from tests.server.telemetry.test_tracing import PARENT, TRACE, TRACEPARENT, collecting
+from tools.certificates import Authority, replace_file
 
 KEY, OTHER_KEY, NEW_KEY = "a-key-of-team-a-that-is-long", "a-key-of-team-b-that-is-long", "a-key-that-comes-later"
 ADMIN_KEY = "a-key-of-the-operator"
@@ -63,8 +64,8 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
     authority.issue(name)
   keys = tmp_path / "keys"
   admin_keys = tmp_path / "admin_keys"
-  replace(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n".encode())
-  replace(admin_keys, f"{ADMIN_KEY}\n".encode())
+  replace_file(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n".encode())
+  replace_file(admin_keys, f"{ADMIN_KEY}\n".encode())
   with (
     serving(
       *(tmp_path, 2, "--fake_step_ms=5", "--debug_invariants", f"--api_key_file={keys}"),
@@ -93,7 +94,7 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
     for stub in stubs:
       again = stub.Generate(asked(request_id="mine"), metadata=bearer(KEY), timeout=60)
       assert code_of(again) is grpc.StatusCode.ALREADY_EXISTS
-    replace(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n{NEW_KEY} team-c\n".encode())
+    replace_file(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n{NEW_KEY} team-c\n".encode())
     wanted = pb.AbortRequest(request_ids=["mine"])
     for stub in stubs:
       assert list(stub.Abort(wanted, metadata=bearer(NEW_KEY), timeout=60).outcomes) == [NOT_FOUND]

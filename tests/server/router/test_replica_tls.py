@@ -6,10 +6,10 @@ import ssl
 import openai
 
 from server.lifecycle.host import HostOptions
-from tests.server.certificates import Authority, replace
 from tests.server.harness import running
 from tests.server.router.replica_stub import ReplicaStub, running_stubs
 from tests.server.router.router_harness import running_router, wait_until
+from tools.certificates import Authority, replace_file
 
 CHAT = "/v1/chat/completions"
 
@@ -117,10 +117,10 @@ def test_a_new_authority_is_read(tmp_path, caplog):
   with running_stubs(1) as [stub]:
     start_tls_stub(stub, authority)
     file = tmp_path / "trusted.pem"
-    replace(file, other.file.read_bytes())
+    replace_file(file, other.file.read_bytes())
     with running_router([stub.name], replica_ca_file=str(file)) as router:
       assert "is not trusted" in trouble_of(router)
       assert f"{stub.name} takes no requests: its certificate is not trusted" in caplog.text
-      replace(file, b"no certificate")
-      replace(file, authority.file.read_bytes())
+      replace_file(file, b"no certificate")
+      replace_file(file, authority.file.read_bytes())
       router.wait_ready(1)

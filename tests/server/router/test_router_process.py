@@ -12,11 +12,11 @@ import pytest
 from server.lifecycle.host import HostOptions
 from server.router.__main__ import main
 from tests.commands import run_here
-from tests.server.certificates import Authority
 from tests.server.harness import running
 from tests.server.router.replica_stub import running_stubs
 from tests.server.router.router_harness import running_router, wait_until
 from tests.server.test_main import start, wait_for_file
+from tools.certificates import Authority
 
 CHAT = "/v1/chat/completions"
 

@@ -11,8 +11,9 @@ from server.proto import admin_pb2, admin_pb2_grpc
 from server.proto import sluice_pb2 as pb
 from server.rpc.admin_service import AdminActions
 from tests.commands import run_module
-from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, replace, served_serial, tls_options
+from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, served_serial, tls_options
 from tests.server.harness import METHODS, generate, reason_of, running
+from tools.certificates import replace_file
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FEW = pb.StopParams(max_tokens=3, ignore_eos=True)
@@ -119,8 +120,8 @@ def test_channelz_is_on_the_admin_port_where_wanted(tokenizer):
 @pytest.mark.catalogue("H5")
 def test_keys_of_users_are_not_good_for_the_admin_service(tokenizer, tmp_path):
   users, admins = tmp_path / "keys", tmp_path / "admin_keys"
-  replace(users, f"{KEY} team-a\n{OTHER_KEY}\n".encode())
-  replace(admins, f"{ADMIN_KEY}\n".encode())
+  replace_file(users, f"{KEY} team-a\n{OTHER_KEY}\n".encode())
+  replace_file(admins, f"{ADMIN_KEY}\n".encode())
   options = HostOptions(admin_port=0, api_key_file=str(users), admin_api_key_file=str(admins))
   denied = (
     PERMISSION_DENIED,
@@ -153,9 +154,9 @@ def test_keys_of_users_are_not_good_for_the_admin_service(tokenizer, tmp_path):
     with pytest.raises(grpc.RpcError, match="not known here"):
       served.model.GetModelInfo(pb.GetModelInfoRequest(), metadata=(("x-api-key", ADMIN_KEY),))
     # Both files are read again when they change.
-    replace(users, f"{KEY} team-a\nthe-key-of-a-new-user\n".encode())
+    replace_file(users, f"{KEY} team-a\nthe-key-of-a-new-user\n".encode())
     assert refused(("x-api-key", OTHER_KEY)) == unknown and refused(("x-api-key", "the-key-of-a-new-user")) == denied
-    replace(admins, f"{KEY}\n".encode())
+    replace_file(admins, f"{KEY}\n".encode())
     assert allowed(("x-api-key", KEY)), "a user who became an admin"
     assert refused(("x-api-key", ADMIN_KEY)) == unknown
     assert not served.host.stopping

@@ -11,8 +11,9 @@ from engine.errors import ConfigError
 from server.client import Client, SluiceError
 from server.lifecycle.host import HostOptions
 from tests.commands import run_module
-from tests.server.certificates import KEY, Authority, replace, served_serial, tls_options
+from tests.server.certificates import KEY, served_serial, tls_options
 from tests.server.harness import running
+from tools.certificates import Authority, replace_file
 
 
 def secure(served, authority, client: str = "", **options) -> Client:
@@ -118,18 +119,18 @@ def test_certificates_rotate(tokenizer, tmp_path, caplog):
     (tmp_path / "new").mkdir()
     _, new_key = Authority(tmp_path / "new").issue("server")
     caplog.clear()
-    replace(tmp_path / "server.key", new_key.read_bytes())
+    replace_file(tmp_path / "server.key", new_key.read_bytes())
     assert [served_serial(served.address, authority) for _ in range(3)] == [second] * 3
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
       f"the certificate stays as it was: tls_cert_file={tmp_path}/server.pem and tls_key_file={tmp_path}/server.key "
       "cannot be used together (KEY_VALUES_MISMATCH); give a PEM certificate and its own PEM key, without a passphrase"
     ]
-    replace(tmp_path / "server.pem", b"nonsense")
+    replace_file(tmp_path / "server.pem", b"nonsense")
     assert served_serial(served.address, authority) == second
     (tmp_path / "server.pem").unlink()
     assert served_serial(served.address, authority) == second
-    replace(tmp_path / "server.pem", whole[0])
-    replace(tmp_path / "server.key", whole[1])
+    replace_file(tmp_path / "server.pem", whole[0])
+    replace_file(tmp_path / "server.key", whole[1])
     authority.issue("server")
     assert served_serial(served.address, authority) not in (first, second)
     assert "PRIVATE KEY" not in caplog.text
@@ -141,10 +142,10 @@ def test_bad_certificates_are_refused_at_the_start(tmp_path):
   authority.issue("server")
   authority.issue("other")
   cert, key = str(tmp_path / "server.pem"), str(tmp_path / "server.key")
-  replace(tmp_path / "junk", b"nonsense")
-  replace(tmp_path / "open.key", (tmp_path / "server.key").read_bytes())
+  replace_file(tmp_path / "junk", b"nonsense")
+  replace_file(tmp_path / "open.key", (tmp_path / "server.key").read_bytes())
   os.chmod(tmp_path / "open.key", 0o644)
-  replace(tmp_path / "locked.key", locked_key())
+  replace_file(tmp_path / "locked.key", locked_key())
   for files, said in (
     ((cert, ""), "TLS needs --tls_cert_file and --tls_key_file together"),
     (("", key), "TLS needs --tls_cert_file and --tls_key_file together"),

@@ -10,8 +10,9 @@ import pytest
 from server.client import Client, SluiceError
 from server.lifecycle.host import HostOptions
 from server.proto import sluice_pb2 as pb
-from tests.server.certificates import KEY, OTHER_KEY, replace
+from tests.server.certificates import KEY, OTHER_KEY
 from tests.server.harness import METHODS, REFLECTION, generate, reason_of, running
+from tools.certificates import replace_file
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -107,7 +108,7 @@ def test_the_key_may_come_from_the_environment(locked, monkeypatch):
 def test_keys_and_calls_at_once(tokenizer, tmp_path):
   """The file changes under a load of calls: those with a key that stays all succeed, and nothing else happens."""
   path = tmp_path / "keys"
-  replace(path, f"{KEY}\n".encode())
+  replace_file(path, f"{KEY}\n".encode())
   with running(tokenizer, host=HostOptions(api_key_file=str(path))) as served:
     failures = []
 
@@ -123,7 +124,7 @@ def test_keys_and_calls_at_once(tokenizer, tmp_path):
     for thread in threads:
       thread.start()
     for index in range(50):
-      replace(path, f"{KEY}\na-key-that-comes-and-goes-{index}\n".encode())
+      replace_file(path, f"{KEY}\na-key-that-comes-and-goes-{index}\n".encode())
     for thread in threads:
       thread.join(60)
     assert not failures

@@ -19,8 +19,8 @@ from server.lifecycle.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.telemetry import tracing
 from server.telemetry.log_lines import RateLimit
-from tests.server.certificates import replace
 from tests.server.harness import running
+from tools.certificates import replace_file
 
 KEY = "the-canary-key-of-a-tenant"
 # Each stands for another place, so that a leak says where it came from.
@@ -134,7 +134,7 @@ def requests_over_http() -> list[tuple[str, str, bytes | dict]]:
 @pytest.mark.catalogue("H6")
 def test_canaries_are_nowhere(tokenizer, tmp_path: pathlib.Path, caplog, capfd):
   keys, access = tmp_path / "keys", tmp_path / "access.jsonl"
-  replace(keys, f"{KEY} team\n".encode())
+  replace_file(keys, f"{KEY} team\n".encode())
   collector = Collector()
   backend = grpc.server(futures.ThreadPoolExecutor(2))
   trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, backend)

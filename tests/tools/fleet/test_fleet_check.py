@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tools.fleet.__main__ import main
 from tools.fleet.checked_streams import StreamEnd, StreamLoad, Verdict
-from tools.fleet.fleet_check import FleetCheck
+from tools.fleet.fleet_check import FleetCheck, _Loss, _LossEnd
 from tools.fleet.fleet_members import FleetMember, LossKind, MemberState
 from tools.fleet.fleet_view import FleetView, list_new_ends
 from tools.server_process import RunningServer
@@ -38,13 +38,16 @@ class InventedLoad:
     return self._ends
 
 
+FLEET: Any = types.SimpleNamespace(known=[None] * 100, router=types.SimpleNamespace(stood_still=(0.0, 0.0)))
+
+
 def judge(load: Any, *, can_fail: bool, back_s: float = 1.0, still_s: float = 0.0) -> tuple[list[bool], list[str]]:
   now = time.monotonic()
   router = types.SimpleNamespace(stood_still=(now + 50, now + 50 + still_s))
   fleet: Any = types.SimpleNamespace(known=[None] * 100, router=router)
   check = FleetCheck(fleet, load, lambda line: None)
-  lose = lambda index: (time.monotonic(), back_s)  # noqa: E731
-  asyncio.run(check._check_losses("it is killed", can_fail, 2, lose))
+  loss = _Loss("it is killed", can_fail, lambda index: _LossEnd(time.monotonic(), back_s))
+  asyncio.run(check._check_losses(loss, 2))
   return [row.passed for row in check.rows], [row.measured for row in check.rows]
 
 
@@ -60,6 +63,39 @@ def test_losses_keep_the_rules_only_with_exact_ends_in_time():
     assert judge(late, can_fail=True, still_s=still_s)[0] == [True, in_time, True]
   assert judge(InventedLoad(Verdict.ERROR), can_fail=False)[0] == [False, True]
   assert judge(InventedLoad(Verdict.FINISHED), can_fail=True, back_s=121.0)[0] == [True, True, False]
+
+
+def test_what_happens_to_a_link_must_reach_it_and_leave_the_rotation_soon():
+  """A round in which nothing passed is no success, and changed bits are in the table."""
+  load: Any = InventedLoad(Verdict.FINISHED, Verdict.ERROR)
+  for changed, back_s, passed in (
+    (3, 1.0, [True, True, True]),
+    (0, 1.0, [False, True, True]),
+    (3, 6.0, [True, True, False]),
+  ):
+    check = FleetCheck(FLEET, load, lambda line: None)
+    end = _LossEnd(time.monotonic(), back_s, changed=changed)
+    loss = _Loss("bits change", True, {0: end, 1: end}.__getitem__, changed="bits changed")
+    asyncio.run(check._check_losses(loss, 2))
+    assert [row.passed for row in check.rows] == passed
+    assert ("6 bits changed" if changed else "nothing passed") in check.rows[0].measured
+
+
+def test_restarts_are_compared_with_starts_under_the_same_load():
+  """Each kind of process first starts as often as it is lost; a slower restart is a miss."""
+  for restart_s, in_time in ((10.0, True), (11.5, False)):
+    cluster = types.SimpleNamespace(measure_start=lambda: 20.0)
+    members = [types.SimpleNamespace(name=name, start_anew=lambda: 10.0) for name in ("decode server", "router")]
+    fleet: Any = types.SimpleNamespace(known=[None] * 100, cluster=cluster, members=members, router=FLEET.router)
+    load: Any = InventedLoad(Verdict.FINISHED)
+    check = FleetCheck(fleet, load, lambda line: None)
+    asyncio.run(check._measure_starts(3))
+    assert check._starts == {"replica": [20.0] * 3, "decode server": [10.0] * 3, "router": [10.0] * 3}
+    end = _LossEnd(time.monotonic(), restart_s + 3.0, restart_s)
+    loss = _Loss("it is killed", True, {0: end, 1: end, 2: end}.__getitem__, "decode server")
+    asyncio.run(check._check_losses(loss, 3))
+    assert [row.passed for row in check.rows] == [True, True, True, in_time]
+    assert check.rows[-1].check == "a restart takes what a start takes"
 
 
 def test_the_view_shows_members_ends_and_events():
@@ -95,7 +131,10 @@ def test_bad_flags_and_a_missing_ray_are_refused(capsys):
   for faults in ("", "burn", "kill,burn"):
     with pytest.raises(SystemExit) as ended:
       main([f"--faults={faults}"])
-    assert ended.value.code == 2 and "use kill, stop, or kill,stop" in capsys.readouterr().err
+    assert ended.value.code == 2 and "use some of kill,stop,corrupt,delay" in capsys.readouterr().err
+  with pytest.raises(SystemExit) as ended:
+    main(["--faults=kill,delay", "--together"])
+  assert ended.value.code == 2 and "leave out corrupt and delay" in capsys.readouterr().err
   assert main([]) == 2 and "make fleet" in capsys.readouterr().err
 
 
@@ -119,10 +158,15 @@ def test_a_round_can_lose_every_process():
 
   members = prefill, decode, router = Member("prefill"), Member("decode"), Member("router")
   fleet: Any = types.SimpleNamespace(
-    prefill=prefill, decode=decode, router=router, members=members, lose_replica=lose_replica, await_replicas=float
+    prefill=prefill,
+    decode=decode,
+    router=router,
+    members=members,
+    lose_replica=lose_replica,
+    await_replicas=lambda lost: (1.0, float(lost)),
   )
   for fault, of_replica in ((LossKind.KILL, ["worker 0", "server 0", "worker 1"]), (LossKind.STOP, ["server 0"])):
-    lose = FleetCheck(fleet, StreamLoad.__new__(StreamLoad), print, together_s=0.0)._lose_all(fault)
+    loss = FleetCheck(fleet, StreamLoad.__new__(StreamLoad), print, together_s=0.0)._lose_all(fault)
     for index, replica in enumerate(of_replica):
       lost.clear()
-      assert lose(index)[1] == 7.0 and sorted(lost) == sorted([replica, "prefill", "decode", "router"])
+      assert loss.run(index).back_s == 8.0 and sorted(lost) == sorted([replica, "prefill", "decode", "router"])
