@@ -586,7 +586,7 @@ def write_shared(block: Block, warp: Warp, offsets: np.ndarray, data: np.ndarray
   if block.launch.allows_equal_writes:
     changed = block.shared.data[offsets] != data
     offsets, data = offsets[changed], data[changed]
-  block.shadow.note_write(warp.agent, np.unique(offsets))
+  block.shadow.note_write(warp.agent, offsets.reshape(-1))
   block.shared.data[offsets] = data
   stored = block.shared.data[offsets]
   if not np.array_equal(stored, data) and not (data.shape[1] == 4 and _differ_in_nans(stored, data)):
