@@ -38,11 +38,11 @@ _BARRIER_BYTES = 8
 _WARPS = 4  # of a warpgroup
 
 
-def lane_of(mask: np.ndarray) -> int:
+def lane_of(mask: np.ndarray, what: str = "copy") -> int:
   """Returns the one lane of a mask. Raises KernelFault if there are several."""
   lanes = np.flatnonzero(mask)
   if len(lanes) != 1:
-    raise KernelFault(f"{len(lanes)} lanes begin this copy; one should")
+    raise KernelFault(f"{len(lanes)} lanes begin this {what}; one should")
   return int(lanes[0])
 
 
@@ -107,7 +107,7 @@ def _synchronize(context: Context, instruction: PtxInstruction) -> Body:
 
 
 def _memory_barrier(context: Context, instruction: PtxInstruction) -> Body:
-  """mbarrier.init, .arrive, .arrive.expect_tx, .expect_tx, .try_wait.parity"""
+  """mbarrier.init, .inval, .arrive, .arrive.expect_tx, .expect_tx, .try_wait.parity"""
   modifiers = [part for part in instruction.name[1:] if part not in ("release", "cta", "shared", "shared::cta", "b64")]
   operands = instruction.operands
   if modifiers == ["init"]:
@@ -126,6 +126,17 @@ def _memory_barrier(context: Context, instruction: PtxInstruction) -> Body:
       block.barriers[address] = MemoryBarrier(arrivals, arrivals, nothing, nothing.copy(), maker=warp.number)
 
     return initialize
+  if modifiers == ["inval"]:
+    where = context.fetch_address(operands[0])
+
+    def invalidate(block: Block, warp: Warp, group: Group, mask: np.ndarray) -> None:
+      address = same_in_all(where(block, warp), mask, "the mbarrier")
+      find_barrier(block, address)
+      block.check_barrier(warp, address)
+      block.shadow.note_write(warp.agent, block.shared.offsets(np.array([address]), _BARRIER_BYTES).reshape(-1))
+      del block.barriers[address]
+
+    return invalidate
   if modifiers in (["arrive"], ["arrive", "expect_tx"], ["expect_tx"]):
     has_state = isinstance(operands[0], Register)
     address_at = 1 if has_state else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 import copy
 import dataclasses
 
@@ -12,6 +12,7 @@ from tools.ptx_emulator.clocks import Agent, Knowledge, Shadow
 from tools.ptx_emulator.memory import AccessError, GlobalMemory, SharedMemory
 from tools.ptx_emulator.reader import PtxInstruction
 from tools.ptx_emulator.tensor_map import TensorMap
+from tools.ptx_emulator.tensor_memory import TensorMemory
 
 LANES = 32
 _BURST = 24  # most instructions of a warp before another one may run
@@ -143,8 +144,9 @@ class Warp:
     copies, copy_groups: the same of cp.async.
     matrices: wgmma operations: uncommitted, and groups.
     latest_matrix: the wgmma operation begun last.
-    locked: registers that a wgmma operation uses -> that operation.
+    locked: registers that an operation of wgmma or a load from tensor memory uses -> that operation.
     dirty: registers written since the last wgmma.fence.
+    transfers: loads ("ld") and stores ("st") of tensor memory that the warp has not waited for.
   """
 
   def __init__(self, number: int, num_threads: int, num_warps: int):
@@ -163,6 +165,7 @@ class Warp:
     self.latest_matrix: Operation | None = None
     self.locked: dict[str, Operation] = {}
     self.dirty: set[str] = set()
+    self.transfers: dict[str, list[Operation]] = {"ld": [], "st": []}
     self.threads = np.arange(LANES) + number * LANES
     self._local: np.ndarray | None = None
 
@@ -237,6 +240,9 @@ class Block:
     launch, shared, shadow, warps, barriers: its state; mbarriers by shared address.
     version: counts what lets waiting warps go on: barriers that are complete, and meetings.
     rng: of the schedule.
+    tensor_memory: once some is allocated.
+    threads_of_products: warp and lane -> the products of tcgen05 that it has begun: operation, and what tells those
+      apart that are not ordered.
   """
 
   def __init__(
@@ -258,6 +264,8 @@ class Block:
     self.barriers: dict[int, MemoryBarrier] = {}
     self.version = 0
     self.named: dict[int, NamedBarrier] = {}
+    self.tensor_memory: TensorMemory | None = None
+    self.threads_of_products: dict[tuple[int, int], list[tuple[Operation, Hashable]]] = {}
     self._meetings: dict[tuple[int, int], set[int]] = {}  # (first warp, pc) -> warps that have come
     self._met: dict[tuple[int, int], set[int]] = {}  # the same -> warps that may leave
     self._operations: list[Operation] = []
@@ -334,11 +342,14 @@ class Block:
     return True
 
   def check_barrier(self, warp: Warp, address: int, through_async: bool = False) -> None:
-    """Raises KernelFault unless the warp knows that an mbarrier is initialized."""
+    """Raises KernelFault unless the warp knows that an mbarrier is initialized, and so does the asynchronous proxy.
+
+    Args: through_async: the mbarrier counts bytes of a copy. Other threads need only what orders shared memory.
+    """
     barrier = self.barriers[address]
     offsets = address - SharedMemory.START + np.arange(8)
     self.shadow.check_known(warp.agent, offsets)
-    if not barrier.is_fenced and (through_async or barrier.maker != warp.number):
+    if not barrier.is_fenced and through_async:
       raise KernelFault(f"the mbarrier at {address:#x} was initialized, but no fence.mbarrier_init followed")
 
   def fence_barriers(self, warp: Warp) -> None:
@@ -352,6 +363,8 @@ class Block:
     for warp in self.warps:
       known &= warp.agent.knowledge.operations
     self.shadow.forget_reads(known)
+    if self.tensor_memory is not None:
+      self.tensor_memory.shadow.forget_reads(known)
 
   def run(self) -> None:
     """Runs the block to its end. Raises KernelFault."""
@@ -376,7 +389,9 @@ class Block:
         if not any(self._run_warp(warp, 1) for warp in live):  # each says what it lacks now
           self.handle_deadlock(live)
       else:
-        return
+        break
+    if self.tensor_memory is not None and not self.tensor_memory.is_free:
+      raise KernelFault(f"{self.label}: the kernel ends before tcgen05.dealloc")
 
   def handle_deadlock(self, live: list[Warp]) -> None:
     """Ends the block if its warps wait for ever. Raises KernelFault. Args: live: the warps that have not ended."""

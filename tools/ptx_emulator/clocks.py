@@ -92,7 +92,9 @@ class Agent:
 class Shadow:
   """The latest accesses of each byte of a block's shared memory."""
 
-  def __init__(self, size: int, num_warps: int):
+  def __init__(self, size: int, num_warps: int, name: str = "byte {} of shared memory"):
+    """Args: name: of a byte, or of what else is accessed, for errors."""
+    self._name = name
     self._writer = np.full(size, NOBODY, np.int16)
     self._written = np.zeros(size, np.int64)  # epoch of the warp, or number of the operation
     self._read = np.zeros((num_warps, size), np.int64)
@@ -122,6 +124,11 @@ class Shadow:
     """Checks that the warp knows the latest writes."""
     self._check_writers(agent.knowledge, bytes_, "uses")
 
+  def check_free(self, agent: Agent, bytes_: np.ndarray) -> None:
+    """Checks that the warp knows all accesses, because what is here ends."""
+    self._check_writers(agent.knowledge, bytes_, "frees")
+    self._check_readers(agent.knowledge, bytes_.reshape(-1))
+
   def begin_async_read(self, issuer: Knowledge, operation: int, bytes_: np.ndarray) -> None:
     """Checks and notes that an asynchronous operation will read. Args: issuer: what its warps know."""
     self._check_writers(issuer, bytes_, "reads through the asynchronous proxy", is_generic=False)
@@ -148,7 +155,7 @@ class Shadow:
       byte, warp = int(bytes_.reshape(-1)[where]), int(writer.reshape(-1)[where])
       ordered = int(written.reshape(-1)[where]) <= knows.clock[warp]
       raise OrderError(
-        f"{does} byte {byte} of shared memory, which warp {warp} wrote; "
+        f"{does} {self._name.format(byte)}, which warp {warp} wrote; "
         + ("no fence.proxy.async is between them" if ordered else "nothing orders the two")
       )
     by_async = writer == ASYNC
@@ -159,7 +166,7 @@ class Shadow:
         if not is_known or (needs_fence and needs_fence >> int(operation) & 1):
           byte = int(bytes_[by_async & (written == operation)].reshape(-1)[0])
           raise OrderError(
-            f"{does} byte {byte} of shared memory, which asynchronous operation {operation} "
+            f"{does} {self._name.format(byte)}, which asynchronous operation {operation} "
             + ("wrote; no fence.proxy.async is between them" if is_known else "writes; nobody has waited")
           )
 
@@ -171,18 +178,15 @@ class Shadow:
         continue
       late = self._read[warp, bytes_] > known
       if late.any():
-        raise OrderError(
-          f"overwrites byte {int(bytes_[late][0])} of shared memory, which warp {warp} reads; nothing orders the two"
-        )
+        place = self._name.format(int(bytes_[late][0]))
+        raise OrderError(f"overwrites {place}, which warp {warp} reads; nothing orders the two")
     for operation, where, other in self._readers:
       if knows.operations >> operation & 1 or other.start >= span.stop or span.start >= other.stop:
         continue
       hit = np.isin(where, bytes_)
       if hit.any():
-        raise OrderError(
-          f"overwrites byte {int(where[hit].min())} of shared memory, which asynchronous operation {operation} "
-          "reads; nobody has waited"
-        )
+        place = self._name.format(int(where[hit].min()))
+        raise OrderError(f"overwrites {place}, which asynchronous operation {operation} reads; nobody has waited")
 
 
 def _span(bytes_: np.ndarray) -> slice:

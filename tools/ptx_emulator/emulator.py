@@ -4,8 +4,9 @@ Blocks run one after another in any order, those of XLA's programs side by side 
 not read each other's writes, unless an atomic addition with release and one with acquire order them. No kernel has a
 block that waits for another one, so they need not be on the device together. Not modelled, and why:
 
-  tcgen05, tensor memory (sm_100a)       a product's sums lie in a memory of their own, which needs allocation, a proxy
-                                         and barriers of its own; a kernel that has it stops with the line
+  tcgen05 of other shapes and kinds      `tensor_core` has what Triton's kernels use: 16-bit products of one block, and
+                                         loads and stores of .16x32bx2; another form stops with the line
+  tcgen05.fence                          Triton writes none; a wait and a block's barrier order tensor memory here
   clusters, several SMs' shared memory   no kernel uses them
   caches                                 they change no number
   weak order of warps in global memory   a block's warps exchange nothing through it but behind barriers
@@ -30,13 +31,14 @@ import math
 
 import numpy as np
 
-from tools.ptx_emulator import asynchronous, fusions, lockstep, operations
+from tools.ptx_emulator import asynchronous, fusions, lockstep, operations, tensor_core
 from tools.ptx_emulator.block import LANES, Block, KernelLaunch, Program
 from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError
 from tools.ptx_emulator.tensor_map import MAP_BYTES, TensorMap
 
-_TABLES = (fusions.TRANSLATORS, operations.TRANSLATORS, asynchronous.TRANSLATORS)  # the first that knows an opcode
+# The first that knows an opcode.
+_TABLES = (fusions.TRANSLATORS, operations.TRANSLATORS, asynchronous.TRANSLATORS, tensor_core.TRANSLATORS)
 
 
 def run_kernel(

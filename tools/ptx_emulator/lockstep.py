@@ -25,7 +25,7 @@ _MOST_LANES = 1 << 16
 _MOST_SHARED = 1 << 22  # bytes of shared memory of the blocks of a row; what is known of each byte takes fifty more
 _MOST_STEPS = 1 << 20  # instructions of a kernel before it counts as one that never ends
 # Opcodes for the warps of one block at a time: asynchronous operations but for cp.async, and those of one thread.
-_ONE_BLOCK = frozenset("barrier cp wgmma mbarrier fence prefetch setmaxnreg elect".split())
+_ONE_BLOCK = frozenset("barrier cp wgmma tcgen05 mbarrier fence prefetch setmaxnreg elect".split())
 # Opcodes that need the warps of a block.
 _TOGETHER = _ONE_BLOCK | {"ldmatrix", "stmatrix", "mma", "atom", "red"}
 

@@ -1,6 +1,7 @@
 """Where the elements of matrix instructions lie: fragments in registers, and operands in shared memory.
 
-From the PTX ISA: "Register Fragments and Shared Memory Matrix Layouts" of wgmma, "Matrix Descriptor", ldmatrix. The
+From the PTX ISA: "Register Fragments and Shared Memory Matrix Layouts" of wgmma, "Matrix Descriptor", ldmatrix, and
+"Shared Memory Descriptor" and "Instruction Descriptor" of tcgen05, whose layouts are those of wgmma. The
 canonical layouts with strides are those of CUTLASS's cute/arch/mma_sm90_desc.hpp.
 """
 
@@ -14,12 +15,13 @@ from tools.ptx_emulator.memory import AccessError
 from tools.ptx_emulator.tensor_map import swizzle_offsets
 
 _CHUNK = 16  # bytes of a core matrix's line
-_SWIZZLE_MODES = {0: 0, 1: 128, 2: 64, 3: 32}  # bits 62 and 63 of a descriptor
+_SWIZZLE_MODES = {0: 0, 1: 128, 2: 64, 3: 32}  # bits 62 and 63 of a descriptor of wgmma
+_TENSOR_CORE_SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}  # bits 61 to 63 of one of tcgen05
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDescriptor:
-  """A matrix descriptor of wgmma.
+  """A matrix descriptor of wgmma or tcgen05.
 
   Attributes:
     start: shared address in bytes.
@@ -40,6 +42,14 @@ class MatrixDescriptor:
     return cls(
       (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, _SWIZZLE_MODES[bits >> 62 & 3]
     )
+
+  @classmethod
+  def decode_tensor_core(cls, bits: int) -> MatrixDescriptor:
+    """Reads the 64 bits of a descriptor of tcgen05. Raises AccessError for what is reserved or not modelled."""
+    swizzle = _TENSOR_CORE_SWIZZLES.get(bits >> 61)
+    if bits >> 46 & 7 != 1 or bits >> 49 & 0xFFF or bits & 0x0000_C000_C000 or swizzle is None:
+      raise AccessError(f"matrix descriptor {bits:#x}: reserved bits, a base offset or a mode that is not modelled")
+    return cls((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle)
 
   def locate(self, size: int, depth: int, itemsize: int, transposed: bool) -> np.ndarray:
     """Returns the shared addresses int64[size, depth] of elements.
@@ -70,6 +80,34 @@ class MatrixDescriptor:
       at = (outer // 8) * self.stride + (inner // chunk) * self.leading
       at = at + ((outer % 8) * chunk + inner % chunk) * itemsize
     return swizzle_offsets(self.start + at, self.swizzle)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductShape:
+  """An instruction descriptor of tcgen05.mma of .kind::f16, with sums of f32.
+
+  Attributes:
+    rows, columns: of the sums.
+    kind: of A and B: "f16" or "bf16".
+    transposes_left, transposes_right: A's rows, or B's columns, are contiguous, not the depth.
+  """
+
+  rows: int
+  columns: int
+  kind: str
+  transposes_left: bool
+  transposes_right: bool
+
+  @classmethod
+  def decode(cls, bits: int) -> ProductShape:
+    """Reads the 32 bits. Raises AccessError for a shape that does not exist, or a mode that is not modelled."""
+    rows, columns = (bits >> 24 & 0x1F) << 4, (bits >> 17 & 0x3F) << 3
+    kinds = bits >> 7 & 7, bits >> 10 & 7
+    if bits & 0xE080_604F or bits >> 4 & 3 != 1 or kinds not in ((0, 0), (1, 1)):
+      raise AccessError(f"instruction descriptor {bits:#x}: a mode that is not modelled")
+    if rows not in (64, 128) or not 0 < columns <= 256 or columns % (8 if rows == 64 else 16):
+      raise AccessError(f"instruction descriptor {bits:#x}: no product has {rows} rows and {columns} columns")
+    return cls(rows, columns, ("f16", "bf16")[kinds[0]], bool(bits >> 15 & 1), bool(bits >> 16 & 1))
 
 
 def accumulator_places(columns: int) -> tuple[np.ndarray, np.ndarray]:

@@ -606,7 +606,7 @@ def _end_warp(context: Context, instruction: PtxInstruction) -> Execute:
   def run(block: Block, warp: Warp, group: Group) -> None:
     ends = group.mask & guard(block, warp)
     if warp.locked:
-      raise KernelFault("the kernel ends before wgmma.wait_group")
+      raise KernelFault("the kernel ends before wgmma.wait_group, or tcgen05.wait::ld")
     if any(not operation.is_read for each in (*warp.committed, warp.uncommitted) for operation in each):
       raise KernelFault("the kernel ends before its bulk copies have read shared memory (cp.async.bulk.wait_group)")
     group.mask = group.mask & ~ends
@@ -679,7 +679,7 @@ CONTROL: dict[str, Callable[[Context, PtxInstruction], Execute]] = {"bra": _bran
 
 
 def wrap(context: Context, instruction: PtxInstruction, body: Body, keeps: bool = False) -> Execute:
-  """Returns the whole step of an instruction: its guard, the registers that wgmma holds, and the next instruction.
+  """Returns the whole step of an instruction: its guard, the registers that are held, and the next instruction.
 
   Args: keeps: the instruction may use registers that wgmma holds.
   """
@@ -702,7 +702,9 @@ def wrap(context: Context, instruction: PtxInstruction, body: Body, keeps: bool 
     if guard is None or np.count_nonzero(mask):
       if warp.locked and not keeps and not names.isdisjoint(warp.locked):
         name = sorted(names & warp.locked.keys())[0]
-        raise KernelFault(f"register {name} is used while a wgmma runs; wgmma.wait_group comes first")
+        is_load = "tcgen05" in warp.locked[name].text
+        what, wait = ("load from tensor memory", "tcgen05.wait::ld") if is_load else ("wgmma", "wgmma.wait_group")
+        raise KernelFault(f"register {name} is used while a {what} runs; {wait} comes first")
       body(block, warp, group, mask)
       warp.dirty |= written
     group.pc += 1

@@ -354,10 +354,10 @@ _MAKERS: Mapping[str, Callable[[str], Subject]] = {
 _SMALL_DTYPES: dict[str, tuple[str, ...]] = dict.fromkeys(("sm_80", "sm_120", "sm_100a"), ("bf16", "fp8"))
 _ANY_DTYPES = _SMALL_DTYPES | {"sm_80": ("bf16", "fp8", "f16", "f32")}
 # Of the portable kernels; with the dtypes of queries, or of the pool, by target. On an H200, prefill has wgmma. On a
-# B200 it has tcgen05, which the emulator does not know, but with f32.
+# B200 it has tcgen05 with 16-bit products.
 _PORTABLE: Mapping[str, tuple[Callable[[str], Subject], Mapping[str, tuple[str, ...]]]] = {
   "write": (lambda dtype: _write(KV_DTYPES[dtype], is_portable=True), _SMALL_DTYPES),
-  "prefill": (_portable_prefill, _ANY_DTYPES | {"h200": ("bf16", "fp8", "f16"), "sm_100a": ("f32",)}),
+  "prefill": (_portable_prefill, _ANY_DTYPES | {"h200": ("bf16", "fp8", "f16"), "sm_100a": _ANY_DTYPES["sm_80"]}),
   "decode": (_portable_decode, dict.fromkeys(_SMALL_DTYPES, ("bf16",))),
   "parts": (_portable_parts, _ANY_DTYPES),
   "combine": (_portable_combine, dict.fromkeys(_SMALL_DTYPES, ("bf16",))),

@@ -42,6 +42,7 @@ UNSEEN = {
   "bounds": "A copy is of the part of an array that the program names, never of bytes behind it.",
   "init": "Barriers exist from the start.",
   "copies": "A load is complete at once; a loop has no copies under way, and no buffers that it uses again.",
+  "tensor": "A product is a value at once: its sums have no memory that is allocated, addressed or waited for.",
 }
 
 Edit = Callable[[ArrayCall], ArrayCall]
@@ -115,6 +116,7 @@ QUICK = frozenset(
   (
     *(f"{kernel}_{dtype}" for kernel in ("write", "decode", "decode-only") for dtype in subjects.KV_DTYPES),
     *(f"sm_80-{kernel}_bf16" for kernel in ("write", "decode", "parts", "combine")),
+    *(f"sm_100a-prefill_{dtype}" for dtype in ("bf16", "f16", "fp8")),
     "sm_120-parts_bf16",
   )
 )
@@ -260,6 +262,50 @@ PORTABLE_BUGS = {
 }
 
 
+def product_bug(edit: Edit, words: str) -> Bug:
+  """Returns a bug of the prefill kernel for a B200, which no interpreter sees."""
+  return Bug("sm_100a-prefill_bf16", edit, words, "tensor")
+
+
+OPERAND = r"(mov\.b32\s+%r\d+), 1073758272;"  # upper half of a descriptor: 1,024 bytes between lines, a swizzle of 128
+SHAPE, SHAPE_OF_VALUES = 68158608, 68224144  # 64 x 64 of bf16; the values' depth is not contiguous
+TRY_WAIT = r"(mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[%r\d+\]), (%r\d+);"
+# Those of tcgen05 alone. The kernel stores zeros, then weights and scaled sums of each chunk, to tensor memory.
+TENSOR_CORE_BUGS = {
+  "no wait for stored sums": product_bug(text(r"tcgen05\.wait::st\.sync\.aligned;", "", 2), "nobody has waited"),
+  "no wait for loaded sums": product_bug(
+    text(r"tcgen05\.wait::ld\.sync\.aligned;", ""), "tcgen05.wait::ld comes first"
+  ),
+  "half of a row stored beside its place": product_bug(
+    text(r"(tcgen05\.st\.sync\.aligned\.16x32bx2\.x16\.b32 \[%r\d+ \+ 0\], )16", r"\g<1>8"), "attention: "
+  ),
+  "half of a row loaded beside its place": product_bug(
+    text(r"(tcgen05\.ld[^;]*\}, \[%r\d+ \+ \d+\], )32", r"\g<1>16"), "attention: error"
+  ),
+  "lanes of another warp": product_bug(text(r"(shl\.b32\s+%r\d+, %r\d+), 21;", r"\1, 20;"), "warp . names lane"),
+  "operand of half the stride": product_bug(text(OPERAND, rf"\1, {1073758272 - 32};"), "attention: "),
+  "operand of another swizzle": product_bug(text(OPERAND, rf"\1, {1073758272 + (2 << 29)};"), "attention: "),
+  "values not taken as transposed": product_bug(
+    text(str(SHAPE_OF_VALUES), str(SHAPE)), "attention: |nobody has waited"
+  ),
+  "half of the columns": product_bug(text(str(SHAPE), str(SHAPE - (4 << 17))), "attention: "),
+  "weights of the next keys": product_bug(
+    text(r"(tcgen05\.mma\S+ \[ %r\d+ \+ 0 \], \[ %r\d+ \+ )8", r"\g<1>16"), "attention: error"
+  ),
+  "adds to what was there": product_bug(text(r"mov\.pred\s+(%p41), 0;", r"mov.pred \1, -1;"), "attention: "),
+  "scores in the lanes of the sums": product_bug(text("1048576", "0"), "of tensor memory.*nobody has waited"),
+  "product without a commit": product_bug(
+    text(r"@%p\d+ tcgen05\.commit[^;]*;", ""), "(?s)deadlock.*try_wait.*lacks 1 of 1 arrivals"
+  ),
+  "waits for no product": product_bug(text(TRY_WAIT, "setp.eq.u32 complete, 0, 0;"), "nobody has waited|deadlock"),
+  "copies seen without a proxy fence": product_bug(text(FENCE, ""), "no fence.proxy.async"),
+  "too few columns": product_bug(
+    text(r"(tcgen05\.alloc[^;]*), 128", r"\1, 64"), "is not allocated|no 128 columns were allocated"
+  ),
+  "columns kept": product_bug(text(r"@%p\d+ tcgen05\.dealloc[^;]*;", ""), "ends before tcgen05.dealloc"),
+}
+
+
 @functools.cache
 def recorded(name: str) -> ArrayCall:
   return ArrayCall.load(recorded_path(RECORDED, name))
@@ -276,6 +322,18 @@ def test_a_bug_of_the_small_kernels_is_noticed(name: str):
 @pytest.mark.parametrize("name", PORTABLE_BUGS)
 def test_a_bug_of_the_portable_kernels_is_noticed(name: str):
   check(PORTABLE_BUGS[name], (1,))
+
+
+@pytest.mark.parametrize("name", TENSOR_CORE_BUGS)
+def test_a_bug_of_a_tensor_core_kernel_is_noticed(name: str):
+  check(TENSOR_CORE_BUGS[name], (1,))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("name", TENSOR_CORE_BUGS)
+def test_a_bug_of_a_tensor_core_kernel_is_noticed_in_any_schedule(name: str, seed: int):
+  check(TENSOR_CORE_BUGS[name], (seed,))
 
 
 @pytest.mark.kernels
