@@ -241,8 +241,8 @@ class Block:
     version: counts what lets waiting warps go on: barriers that are complete, and meetings.
     rng: of the schedule.
     tensor_memory: once some is allocated.
-    threads_of_products: warp and lane -> the products of tcgen05 that it has begun: operation, and what tells those
-      apart that are not ordered.
+    threads_of_products: warp and lane -> the products of tcgen05 that it has begun: operation, and a key that those
+      in one order have in common.
   """
 
   def __init__(
