@@ -10,24 +10,23 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import weakref
 
 HUGE_PAGE = 2**21
+_BLOCK = 32 * HUGE_PAGE  # shared by several takers, so that few of them end on a page of their own
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.12's mmap does not name it
 _PIECE = 2 * HUGE_PAGE  # between two pieces, other threads may map memory
 _ALIGNMENT = 4096
 
 
-def map_pages(num_bytes: int) -> tuple[mmap.mmap, int]:
-  """Maps new memory, on huge pages if the system has them; returns it, and where its `num_bytes` begin.
-
-  The last page is an ordinary one, because it may be almost empty.
-  """
-  memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _map_pages(num_bytes: int) -> tuple[mmap.mmap, int]:
+  """Maps new memory of whole huge pages if the system has them; returns it, and where its `num_bytes` begin."""
+  size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+  memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
   begin = -_address(memory) % HUGE_PAGE
-  whole_pages = num_bytes // HUGE_PAGE * HUGE_PAGE
-  if whole_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+  if hasattr(mmap, "MADV_HUGEPAGE"):
     with contextlib.suppress(OSError):  # an operating system without huge pages
-      memory.madvise(mmap.MADV_HUGEPAGE, begin, whole_pages)
+      memory.madvise(mmap.MADV_HUGEPAGE, begin, size)
   return memory, begin
 
 
@@ -35,11 +34,35 @@ def _address(memory: mmap.mmap) -> int:
   return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def _align(num_bytes: int) -> int:
+  return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Block:
+  """Memory of whole huge pages that several takers share; it lives until none of them holds its part."""
+
+  def __init__(self, memory: mmap.mmap, begin: int, size: int):
+    self._memory, self._begin, self._left = weakref.ref(memory), begin, size
+
+  @property
+  def left(self) -> int:
+    """Bytes that nobody has taken."""
+    return self._left if self._memory() is not None else 0
+
+  def take(self, num_bytes: int) -> tuple[mmap.mmap, int] | None:
+    memory = self._memory()
+    if memory is None or num_bytes > self._left:
+      return None
+    begin = self._begin
+    self._begin, self._left = begin + _align(num_bytes), self._left - _align(num_bytes)
+    return memory, begin
+
+
 class _Ahead:
   """Memory that a thread touches piece by piece from its beginning; others take parts of it in the same order."""
 
   def __init__(self, num_bytes: int):
-    self._memory, self._begin = map_pages(num_bytes)
+    self._memory, self._begin = _map_pages(num_bytes)
     self._size, self._taken, self._touched = num_bytes, 0, 0  # bytes from the beginning
     self._lock = threading.Lock()  # held while a piece is touched
     self._ended = threading.Event()
@@ -70,7 +93,7 @@ class _Ahead:
     start = self._taken
     if start + num_bytes > self._size:
       return None
-    self._taken = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
+    self._taken = _align(start + num_bytes)
     return self._memory, self._begin + start
 
   def end(self) -> None:
@@ -87,6 +110,8 @@ class _Ahead:
 
 
 _ahead: _Ahead | None = None  # a start fetches once
+_block: _Block | None = None  # the one with most left
+_sharing = threading.Lock()
 
 
 def fetch_ahead(num_bytes: int) -> None:
@@ -118,7 +143,21 @@ def hold_fetch() -> Iterator[int]:
 def take_zeros(num_bytes: int) -> tuple[mmap.mmap, int]:
   """Returns memory of zeros and where its `num_bytes` begin, at a multiple of 4,096 bytes; one thread may call it.
 
-  It is touched already where `fetch_ahead` has come that far.
+  It is touched already where `fetch_ahead` has come that far. Otherwise it shares its first and last page with what was
+  taken before and after it, so that all of it lies on huge pages.
   """
+  global _block
   found = _ahead.take(num_bytes) if _ahead is not None else None
-  return found or map_pages(num_bytes)
+  if found is not None:
+    return found
+  with _sharing:
+    found = _block.take(num_bytes) if _block is not None else None
+    if found is None:
+      size = max(_BLOCK, -(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
+      memory, begin = _map_pages(size)
+      made = _Block(memory, begin, size)
+      found = made.take(num_bytes)
+      if _block is None or made.left >= _block.left:
+        _block = made
+  assert found is not None, num_bytes
+  return found

@@ -21,6 +21,7 @@ from pallas_kernels import huge_pages, native
 COLUMNS = 32  # kColumns
 _STEPS = {4: 8, 6: 16, 8: 4}  # bits -> inputs of a column that lie together, in 4 bytes, or 12 at 6 bits
 _LARGEST_CHUNK = 128  # kLargestChunk
+_SHARED_FROM = 2**16  # bytes of an array that lies on huge pages, beside others
 SUPER = 256  # kSuper: inputs of a superblock
 
 
@@ -42,7 +43,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   The memory is aligned, so jax.device_put adopts it without a copy to ordinary pages.
   """
   count = math.prod(shape)
-  if count * dtype.itemsize < huge_pages.HUGE_PAGE:
+  if count * dtype.itemsize < _SHARED_FROM:
     return np.zeros(shape, dtype)
   memory, begin = huge_pages.take_zeros(count * dtype.itemsize)
   return np.frombuffer(memory, dtype, count, begin).reshape(shape)
