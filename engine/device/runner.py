@@ -20,10 +20,9 @@ from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
 from engine.device.draft_model import DraftModel, LaunchedDraft
 from engine.device.host_blocks import HostBlocks
-from engine.device.model_input import EmbeddingRow, Flag, LogitRows, flags_of
+from engine.device.model_input import EmbeddingRow, Flag, LogitRows, Packer, flags_of
 from engine.device.programs import Program, ProgramSpec
 from engine.device.sampler import SlotState
-from engine.device.small_steps import SmallStepPacker
 from engine.device.step_call import LinesCall, PackedArray, StepCall
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
@@ -270,9 +269,7 @@ class ModelRunner:
     self.draft: DraftModel | None = None
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
-    self._packer = SmallStepPacker(
-      spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights
-    )
+    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights)
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self.adapted_calls: dict[StepShape, StepCall] = {}  # steps with adapters

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.batch import MAX_DRAFT_MASKS, MAX_DRAFTS, Admission, Batch
-from engine.device import programs, runner, sampler, small_steps
+from engine.device import programs, runner, sampler
 from engine.device.model_input import Column, Flag, Packer, SamplingRows
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.device.sampler import Sampled
@@ -322,7 +322,6 @@ def test_sources_without_a_bug_pass(sealed, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", _HOST_BUGS)
 def test_a_bug_of_the_host_is_found(sealed, monkeypatch: pytest.MonkeyPatch, name: str):
-  monkeypatch.setattr(small_steps, "MOST_TOKENS", 0)  # tests/device/test_small_steps.py compares these
   seed_bug(monkeypatch, _HOST_BUGS[name])
   find_bug(sealed)
 
