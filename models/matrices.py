@@ -432,7 +432,9 @@ class PackedMatrix(Matrix):
 
   def lines(self, indices: jax.Array) -> jax.Array:
     """Looks up columns of a matrix [D, V]: int32[...] -> [..., D]."""
-    found = self.array[...][indices // packed_matmul.COLUMNS, :, indices % packed_matmul.COLUMNS]
+    count = jnp.int32(packed_matmul.COLUMNS)
+    # Ids are not negative; XLA would correct the signs of // and % for each number of each column.
+    found = self.array[...][jax.lax.div(indices, count), :, jax.lax.rem(indices, count)]
     return found.astype(self.spec.dtype)
 
   def _scales(self) -> jax.Array | None:

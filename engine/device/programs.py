@@ -52,6 +52,11 @@ _ONE_MATMUL: dict[str, bool | int | str] = {
 }
 
 
+# Tokens of a CPU's rung from which on the last layer computes only those with logits. Most tokens of a prompt, and of
+# those that a constraint forces, have none. The time of smaller steps is that of reading weights.
+_SELECTS_FROM = 16
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
   """A function on arrays, ready to compile.
@@ -276,8 +281,8 @@ def step(
   ragged = tuple(attention.meta(*rows_of_step, plans.get(attention.plan)) for _, attention in groups)
   meta = AttentionMeta(ragged, inputs.slot_mapping)
   attend = paged_attend(groups)
-  # With as many logit rows as tokens, selecting tokens would only add a launch.
-  some = layout.shape.logits < layout.shape.tokens
+  # With as many logit rows as tokens, selecting tokens adds a launch. It gains where matmuls skip the rows not in use.
+  some = layout.shape.logits < layout.shape.tokens or (spec.platform == "cpu" and layout.shape.tokens >= _SELECTS_FROM)
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
   of_layers = None
   if adapters:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from engine.batch import Admission, Batch
+from engine.device.programs import step_program
 from engine.device.step_call import StepCall
 from engine.errors import ShapeNotOnLadder
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.shapes import ShapeLadder, StepShape
+from models.decoder import Decoder
 from tests.device.serving import make_engine, serve
 from tests.device.tiny_model import EOS, TINY, dense_greedy, dense_logits, make_runner, random_params
 from tests.fakes import FakeConstraint
@@ -348,6 +350,20 @@ def test_submitting_from_another_step_keeps_slots_apart(runner, prompts, referen
     engine.step()
   assert engine.dead is None
   assert {name: found[name] for name in expected} == expected
+
+
+def test_the_last_layer_of_larger_rungs_computes_tokens_with_logits_alone(runner, monkeypatch: pytest.MonkeyPatch):
+  hidden, selects = Decoder.hidden, []
+
+  def note(self, *arguments):
+    selects.append(arguments[6] is not None)
+    return hidden(self, *arguments)
+
+  monkeypatch.setattr(Decoder, "hidden", note)
+  for shape in (StepShape(8, 8, 8), StepShape(16, 16, 16), StepShape(16, 8, 8)):
+    program = step_program(runner.spec, shape)
+    jax.eval_shape(program.function, *program.arguments)
+  assert selects == [False, True, True]
 
 
 def test_packed_arrays_are_the_devices_own_and_used_again(runner, prompts):
