@@ -54,6 +54,8 @@ _MAX_REASON_CHARS = 200
 # Bytes of a forced text that are tokenized, since only its next token is needed. Tokenizing all 9,000 characters of one
 # for each token takes 11 ms of the engine's thread, with this limit 0.4 ms.
 _MAX_FORCED_CHARS = 256
+# Characters of forced texts whose tokens a grammar keeps; with these at most 0.6 MB.
+_MAX_KEPT_CHARS = 16 << 10
 # Whitespace between the tokens of JSON: enough to indent. Without a bound a model may write spaces until max_tokens.
 WHITESPACE = r"[ \t\r]?|\r?\n[ \t]{0,32}"
 # Limits of compiling and of one token (tens of milliseconds, once: then the request ends), in llguidance's own units.
@@ -73,6 +75,37 @@ _COMPLETE = ("NoExtension", "EndOfSentence")
 
 class _Refused(Exception):
   """What is wrong with a constraint, and the remedy; the caller adds the field's name."""
+
+
+class _ForcedTexts:
+  """The first tokens of texts that a compiled grammar has forced; its copies share them, and no other grammar.
+
+  Tokenizing a forced text takes 10 us, and llguidance does it for each token. A client could measure the difference, as
+  with compiled grammars, so tenants share no texts.
+  """
+
+  def __init__(self):
+    self._tokens: dict[str, list[int]] = {}
+    self._num_chars = 0
+
+  def find(self, text: str) -> list[int] | None:
+    """Returns the tokens of a kept text."""
+    return self._tokens.get(text)
+
+  def keep(self, text: str, tokens: list[int]) -> None:
+    """Keeps the tokens of a text, until there are many."""
+    if self._num_chars + len(text) <= _MAX_KEPT_CHARS:
+      self._num_chars += len(text)
+      self._tokens[text] = tokens
+
+
+class _OfThread(threading.local):
+  """Attributes: texts: of the grammar that llguidance works on; None: nothing is kept."""
+
+  texts: _ForcedTexts | None = None
+
+
+_of_thread = _OfThread()
 
 
 class _Vocabulary:
@@ -102,7 +135,15 @@ class _Vocabulary:
     """
     if isinstance(text, bytes):
       raise TypeError("only text")  # llguidance passes bytes to test whether they are supported
-    text = text[:_MAX_FORCED_CHARS]
+    text, texts = text[:_MAX_FORCED_CHARS], _of_thread.texts
+    found = None if texts is None else texts.find(text)
+    if found is None:
+      found = self._tokenize(text)
+      if texts is not None:
+        texts.keep(text, found)
+    return found
+
+  def _tokenize(self, text: str) -> list[int]:
     token_ids = self._tokenizer.encode_plain(text)
     spelled = b"".join([self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens)])
     if spelled == text.encode():
@@ -126,10 +167,12 @@ class OutputGrammar:
     """
     self.source = source
     self._matcher = matcher
+    self._texts = _ForcedTexts()  # of its copies, too
     self._size = 4 * -(-vocab_size // 32)
     # Bits of the last word that are tokens; the added end-of-sequence is not.
     self._last = (1 << (vocab_size - 32 * (self._size // 4 - 1))) - 1
-    self._mask = b""
+    self._mask = b""  # if no token is forced
+    self._forced = -1  # token of a forced text, the only one allowed; -1: none
     self._ahead: list[tuple[int, bytes]] = []  # next tokens of the latest draft, and the masks after them
     self.is_done = False
     self._advance()
@@ -144,21 +187,24 @@ class OutputGrammar:
 
   def allowed(self) -> bytes:
     """See engine.constraint.Constraint."""
-    return self._mask
+    return self._mask if self._forced < 0 else (1 << self._forced).to_bytes(self._size, "little")
 
   def accept(self, token: int) -> None:
-    """See engine.constraint.Constraint. Takes about 50 us, and at most a few milliseconds."""
+    """See engine.constraint.Constraint. Takes about 20 us, and at most a few milliseconds."""
+    _of_thread.texts = self._texts
     if not self._matcher.consume_token(token):
       self._fail()
     ahead = self._ahead
     if ahead and ahead[0][0] == token:
-      self._mask = ahead.pop(0)[1]
+      self._mask, self._forced = ahead.pop(0)[1], -1
     else:
       ahead.clear()
       self._advance()
 
   def find_forced(self) -> int:
     """See engine.constraint.DraftingConstraint."""
+    if self._forced >= 0:
+      return self._forced
     bits = 0 if self.is_done else int.from_bytes(self._mask, "little")
     return bits.bit_length() - 1 if bits.bit_count() == 1 else -1
 
@@ -167,10 +213,11 @@ class OutputGrammar:
 
     It never proposes the token that completes the output, since no mask could follow.
     """
+    _of_thread.texts = self._texts
     matcher = self._matcher.deep_copy()  # an error in it concerns nobody
     forced = matcher.compute_ff_tokens() if forces else ()
     ahead: list[tuple[int, bytes]] = []
-    mask, tokens, index = self._mask, list(forced or proposed), 0
+    mask, tokens, index = self.allowed(), list(forced or proposed), 0
     while len(ahead) < count:
       if index == len(tokens):
         more = matcher.compute_ff_tokens() if forces and ahead else ()
@@ -192,14 +239,24 @@ class OutputGrammar:
 
   def _trim_mask(self, mask: bytes) -> bytes:
     """Returns a matcher's mask without the added end-of-sequence."""
+    if len(mask) == self._size and self._last == 0xFFFFFFFF:
+      return mask
     last = int.from_bytes(mask[self._size - 4 : self._size], "little") & self._last
     return mask[: self._size - 4] + last.to_bytes(4, "little")
 
   def _advance(self) -> None:
-    """Sets the mask of the next token, or `is_done`."""
+    """Sets the mask of the next token, or the only one, or `is_done`.
+
+    llguidance's mask allows the first token of a forced text alone. To know that token costs less than a mask.
+    """
+    self._forced = -1
     if not self._ended():
-      mask = self._matcher.compute_bitmask()
+      forced = self._matcher.compute_ff_tokens()
+      mask = b"" if forced else self._matcher.compute_bitmask()
       if not self._ended():  # finds out what can follow
+        if forced:
+          self._forced = forced[0]
+          return
         self._mask = self._trim_mask(mask)
         if self._mask == bytes(self._size):
           # Only an end-of-sequence can follow, which the model does not have.
@@ -269,6 +326,7 @@ class ConstraintCompiler:
     if kept is not None:
       return kept
     self.num_compiled += 1
+    _of_thread.texts = None  # this thread's latest grammar may be another tenant's
     matcher = llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=_LIMITS)
     if matcher.is_error():
       raise _Refused(f"is not one that can be followed: {_reason(matcher.get_error())}")

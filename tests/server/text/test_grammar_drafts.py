@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 import random
 
+import llguidance
 import pytest
 
 from server.proto import sluice_pb2 as pb
@@ -130,3 +131,47 @@ def test_a_token_outside_the_vocabulary_ends_a_draft(compiler: ConstraintCompile
   grammar = compile_constraint(compiler, SOURCES[1])
   for token in (-1, VOCAB_SIZE, 1 << 30):
     assert not grammar.find_draft((token,), 3, False).tokens
+
+
+@pytest.mark.parametrize("index", range(len(SOURCES)))
+def test_masks_are_those_of_llguidance_whether_a_token_is_forced_or_not(compiler: ConstraintCompiler, index: int):
+  source = compile_constraint(compiler, SOURCES[index]).source
+  rng = random.Random(index)
+  for _ in range(4):
+    grammar = compile_constraint(compiler, SOURCES[index])
+    other = llguidance.LLMatcher(compiler._tokens(), source, log_level=0)
+    while not grammar.is_done:
+      assert tokens_of(grammar.allowed()) == [
+        token for token in tokens_of(other.compute_bitmask()) if token < VOCAB_SIZE
+      ]
+      token = rng.choice(tokens_of(grammar.allowed()))
+      grammar.accept(token)
+      assert other.consume_token(token)
+      if rng.random() < 0.01:
+        break
+
+
+def test_a_grammar_makes_tokens_of_a_forced_text_once_and_for_its_tenant_alone(monkeypatch: pytest.MonkeyPatch):
+  tokenizer = load_tokenizer(DEMO, max_prompt_bytes=1 << 20)
+  assert tokenizer is not None
+  compiler, encode, num_made = ConstraintCompiler(tokenizer, VOCAB_SIZE, (0,)), tokenizer.encode_plain, 0
+
+  def count(text: str) -> list[int]:
+    nonlocal num_made
+    num_made += 1
+    return encode(text)
+
+  tokens = encode('{"full_name":"Ada","age_in_years":36,"city":"Oslo"}')
+  monkeypatch.setattr(tokenizer, "encode_plain", count)
+
+  def follow(tenant: str) -> int:
+    before = num_made
+    grammar = compiler.compile(SOURCES[0], tenant)
+    for token in tokens:
+      grammar.accept(token)
+    assert grammar.is_done
+    return num_made - before
+
+  first = follow("one")
+  assert first > 5
+  assert [follow(tenant) for tenant in ("one", "another", "one", "a third")] == [0, first, 0, first]
