@@ -282,7 +282,8 @@ def step(
   meta = AttentionMeta(ragged, inputs.slot_mapping)
   attend = paged_attend(groups)
   # With as many logit rows as tokens, selecting tokens adds a launch. It gains where matmuls skip the rows not in use.
-  some = layout.shape.logits < layout.shape.tokens or (spec.platform == "cpu" and layout.shape.tokens >= _SELECTS_FROM)
+  skips = spec.platform == "cpu" and not spec.deterministic and layout.shape.tokens >= _SELECTS_FROM
+  some = skips or layout.shape.logits < layout.shape.tokens
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
   of_layers = None
   if adapters:
