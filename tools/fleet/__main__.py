@@ -8,7 +8,7 @@ The fleet serves the demo model: two replicas under Ray Serve, a decode and a pr
 them. HTTP streams go through the router, gRPC streams to Ray Serve. A plain server's outputs are the expected ones.
 kill and stop lose processes. corrupt changes bits of what passes between processes, and delay holds it back for a
 second; then the connections have TLS, which finds a changed bit, and gRPC streams go to Ray Serve beside them. With
-three rounds or more of kill, each process also starts as often under the same load, and restarts must take no longer.
+three rounds or more, what is lost and replaced also starts as often, in turns, and restarts must take no longer.
 Shows the fleet live and ends with a table. Exit code 0 only if every check held, 1 if one did not, 2 for a bad command.
 """
 

@@ -128,7 +128,7 @@ class FleetCheck:
   async def check_all(self, faults: Sequence[LossKind | LinkFault], rounds: int, together: bool = False) -> None:
     """Checks the fleet whole, then each loss `rounds` times, then the fleet whole again.
 
-    With LEAST_STARTS rounds or more of a loss by KILL, each process first starts as many times, for comparison.
+    With LEAST_STARTS rounds or more, a process that is lost and replaced also starts as often, in turns, for comparison.
 
     Args:
       faults: how processes are lost, and what happens to links, which the fleet then has.
@@ -141,8 +141,6 @@ class FleetCheck:
     self._choose_requests()
     self._load.set_streams(STREAMS)
     await self._check_whole("before the losses")
-    if LossKind.KILL in faults and not together and rounds >= LEAST_STARTS:
-      await self._measure_starts(rounds)
     for fault in faults:
       if isinstance(fault, LinkFault):
         losses = self._list_link_faults(fault)
@@ -189,17 +187,13 @@ class FleetCheck:
     places: dict[str, Callable[[], float]] = {"replica": self._fleet.cluster.measure_start}
     return places | {member.name: member.start_anew for member in self._fleet.members}
 
-  async def _measure_starts(self, count: int) -> None:
-    """Starts each kind of process `count` times under the load."""
-    for place, start in self._list_places().items():
-      self._starts[place] = []
-      for _ in range(count):
-        self._choose_requests()
-        await self._wait_for_ends(_ENDS_BETWEEN)
-        self._begin(f"a start of the {place}")
-        took = await asyncio.to_thread(start)
-        self._starts[place].append(took)
-        self._report(f"serves after {took:.1f} s")
+  async def _measure_start(self, place: str) -> None:
+    """Starts a process of this kind under the load, after an orderly end."""
+    self._begin(f"a start of the {place}")
+    took = await asyncio.to_thread(self._list_places()[place])
+    self._starts.setdefault(place, []).append(took)
+    self._report(f"serves after {took:.1f} s")
+    await self._wait_for_ends(_ENDS_BETWEEN)
 
   def _list_losses(self, fault: LossKind) -> list[_Loss]:
     """Returns the loss of each process."""
@@ -222,11 +216,13 @@ class FleetCheck:
 
       return lose
 
-    losses = [_Loss(f"a replica's server {deed}", True, lose_replica(is_server=True), "replica")]
-    if fault is LossKind.KILL:  # Ray gives a worker that stands still half a minute
-      losses.insert(0, _Loss(f"a replica's worker {deed}", True, lose_replica(is_server=False), "replica"))
+    losses = [
+      _Loss(f"a replica's worker {deed}", True, lose_replica(is_server=False), "replica"),
+      _Loss(f"a replica's server {deed}", True, lose_replica(is_server=True), "replica"),
+    ]
     for member, can_fail in ((fleet.prefill, False), (fleet.decode, True), (fleet.router, fault is LossKind.KILL)):
-      losses.append(_Loss(f"the {member.name} {deed}", can_fail, lose_member(member), member.name))
+      place = member.name if fault is LossKind.KILL else ""  # one that was stopped goes on
+      losses.append(_Loss(f"the {member.name} {deed}", can_fail, lose_member(member), place))
     return losses
 
   def _list_link_faults(self, fault: LinkFault) -> list[_Loss]:
@@ -290,6 +286,8 @@ class FleetCheck:
     for index in range(rounds):
       self._choose_requests()
       await self._wait_for_ends(ends_around)
+      if loss.place and rounds >= LEAST_STARTS:
+        await self._measure_start(loss.place)
       self._begin(loss.what if rounds == 1 else f"{loss.what}, {index + 1} of {rounds}")
       end = await asyncio.to_thread(loss.run, index)
       self._report(

@@ -32,7 +32,7 @@ from tools.arguments import CommandParser, output_file, positive_int
 from tools.chaos.report import Row, as_json, none_of, show
 from tools.fleet.checked_streams import KnownRequest, StreamLoad, Verdict, learn_outputs
 from tools.measure import commit, machine, write_result
-from tools.ray_check.worker_links import WorkerLinks, enter_own_network, prepare_ray
+from tools.ray_check.worker_links import WorkerLinks, encrypt_ray, enter_own_network
 from tools.server_process import RunningServer
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ async def check_losses(check: Check) -> None:
   rng = random.Random(0)
   kinds = (
     ("a replica is killed", signal.SIGKILL, True),
+    ("a replica is stopped", signal.SIGSTOP, True),
     ("its server is killed", signal.SIGKILL, False),
     ("its server is stopped", signal.SIGSTOP, False),
   )
@@ -387,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
       if "links" in chosen:
         enter_own_network("tools.ray_check", sys.argv[1:] if arguments is None else arguments)
-        prepare_ray(folder)
+        encrypt_ray(folder)
         links = stack.enter_context(WorkerLinks())
       from tools.ray_check.cluster import RayCluster  # here, since --help needs no Ray
     except ConfigError as error:

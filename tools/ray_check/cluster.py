@@ -23,6 +23,15 @@ from tools.server_process import find_free_port
 
 _OBJECT_STORE_BYTES = 80 << 20
 _ANOTHER = "another"
+_SETTINGS = {
+  # Ray runs replicas at niceness 15; processes beside them would keep these from starting on two cores.
+  "RAY_worker_niceness": "0",
+  # Within seconds, Ray's processes notice that another one stands still; docs/how-to/ray-nodes.md has these, too.
+  "RAY_grpc_client_keepalive_time_ms": "1000",
+  "RAY_grpc_client_keepalive_timeout_ms": "2000",
+  "RAY_grpc_keepalive_time_ms": "1000",
+  "RAY_grpc_keepalive_timeout_ms": "2000",
+}
 
 
 class RayCluster:
@@ -48,8 +57,7 @@ class RayCluster:
 
   def __enter__(self) -> Self:
     with contextlib.ExitStack() as stack:
-      # Ray runs replicas at niceness 15; processes beside them would keep these from starting on two cores.
-      os.environ.setdefault("RAY_worker_niceness", "0")
+      os.environ |= _SETTINGS | os.environ
       folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sray-", ignore_cleanup_errors=True))
       ray.init(
         num_cpus=2,

@@ -50,11 +50,8 @@ def enter_own_network(module: str, arguments: Sequence[str]) -> None:
   os.execvp(command[0], command)
 
 
-def prepare_ray(folder: pathlib.Path) -> None:
-  """Lets a Ray that this process starts use TLS between its processes, and miss a silent connection within seconds.
-
-  It must be called before Ray is imported. docs/how-to/ray-nodes.md has the variables.
-  """
+def encrypt_ray(folder: pathlib.Path) -> None:
+  """Lets a Ray that this process starts use TLS between its processes. It must be called before Ray is imported."""
   authority = Authority(folder, "ray-ca")
   certificate, key = authority.issue("ray", host=_ADDRESS)
   os.environ |= {
@@ -62,10 +59,6 @@ def prepare_ray(folder: pathlib.Path) -> None:
     "RAY_TLS_CA_CERT": str(authority.file),
     "RAY_TLS_SERVER_CERT": str(certificate),
     "RAY_TLS_SERVER_KEY": str(key),
-    "RAY_grpc_client_keepalive_time_ms": "1000",
-    "RAY_grpc_client_keepalive_timeout_ms": "2000",
-    "RAY_grpc_keepalive_time_ms": "1000",
-    "RAY_grpc_keepalive_timeout_ms": "2000",
   }
 
 
