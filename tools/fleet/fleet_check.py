@@ -128,7 +128,7 @@ class FleetCheck:
   async def check_all(self, faults: Sequence[LossKind | LinkFault], rounds: int, together: bool = False) -> None:
     """Checks the fleet whole, then each loss `rounds` times, then the fleet whole again.
 
-    With LEAST_STARTS rounds or more, a process that is lost and replaced also starts as often, in turns, for comparison.
+    With LEAST_STARTS rounds or more, a process that is lost and replaced also starts as often, in turns.
 
     Args:
       faults: how processes are lost, and what happens to links, which the fleet then has.
