@@ -148,7 +148,7 @@ class FleetCheck:
         losses = [self._lose_all(fault)] if together else self._list_losses(fault)
       for loss in losses:
         await self._check_losses(loss, rounds)
-    self._choose_requests()
+    self._choose_requests(at_the_end=True)
     await self._check_whole("after the losses")
     began = time.monotonic()
     await self._load.stop()
@@ -156,9 +156,14 @@ class FleetCheck:
     row = none_of("no process holds anything", "no request, block, lease or compile", leaks, 4, asked=0)
     self._add_rows("idle", began, [row])
 
-  def _choose_requests(self) -> None:
-    """Sends long prompts that no replica knows yet, until all were sent; then they begin anew."""
-    first = self._num_chosen * LONG_AT_ONCE % NUM_LONG
+  def _choose_requests(self, at_the_end: bool = False) -> None:
+    """Sends other long prompts from now on: those of the end, or the next ones, again from the first after the last.
+
+    Long prompts that every replica knows would not reach the prefill server, so those of the end are sent only then.
+    """
+    first = self._num_chosen * LONG_AT_ONCE % (NUM_LONG - LONG_AT_ONCE)
+    if at_the_end:
+      first = NUM_LONG - LONG_AT_ONCE
     self._load.set_requests([*self._fleet.known[first : first + LONG_AT_ONCE], *self._fleet.known[NUM_LONG:]])
     self._num_chosen += 1
 
