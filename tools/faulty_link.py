@@ -16,6 +16,9 @@ from tools.server_process import find_free_port
 type LinkChange = Callable[[int, bool, bytes], bytes]
 """Returns what is passed on, of (connection's number from 0, whether the target has sent the bytes, the bytes)."""
 
+# For checks, in seconds: the longest burst of changed bits, how long a piece is held back, and how long this goes on.
+LONGEST_BURST_S = 0.2
+HELD_S, DELAY_S = (0.02, 0.2), 1.0
 _READ_BYTES = 1 << 16
 _ENDS_WITHIN_S = 10.0
 

@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from server.client import Client
 from tools.chaos.report import Row, none_of
 from tools.chaos.restart_times import LEAST_STARTS, judge_restarts
-from tools.faulty_link import FaultyLink
+from tools.faulty_link import DELAY_S, HELD_S, LONGEST_BURST_S, FaultyLink
 from tools.fleet.checked_streams import StreamEnd, StreamLoad, Verdict
 from tools.fleet.fleet_members import (
   BACK_WITHIN_S,
@@ -36,8 +36,6 @@ _TOGETHER_S = 3.0
 _ENDS_AROUND_LINK = 4  # streams that end before and after what happens to a link
 _ROTATION_WITHIN_S = 5.0
 _PASSES_WITHIN_S = 30.0
-_LONGEST_BURST_S = 0.2
-_HELD_S, _DELAY_S = (0.02, 0.2), 1.0  # how long each piece is held back, and for how long this goes on
 _DEEDS = {LossKind.KILL: "is killed", LossKind.STOP: "is stopped"}
 _LINK_DEEDS = {LinkFault.CORRUPT: "bits change", LinkFault.DELAY: "everything is late"}
 _CHANGED = {LinkFault.CORRUPT: "bits changed", LinkFault.DELAY: "pieces held back"}
@@ -237,10 +235,10 @@ class FleetCheck:
       def run(index: int) -> _LossEnd:
         began = time.monotonic()
         if fault is LinkFault.CORRUPT:
-          burst_s = self._rng.uniform(0, _LONGEST_BURST_S) if index % 2 else 0.0
+          burst_s = self._rng.uniform(0, LONGEST_BURST_S) if index % 2 else 0.0
           changed = link.corrupt(self._rng, burst_s, _PASSES_WITHIN_S)
         else:
-          changed = link.delay(self._rng.uniform(*_HELD_S), _DELAY_S)
+          changed = link.delay(self._rng.uniform(*HELD_S), DELAY_S)
         return _LossEnd(began, self._await_rotation(), changed=changed)
 
       return run

@@ -4,8 +4,8 @@
   make ray ARGS="--scenario=lost --rounds=3 --output=FILE"
   make ray ARGS=--scenario=links                          # alone needs unshare, ip and iptables, and no root
 
-Serves the demo model. A plain server's outputs are the expected ones. links changes and delays what Ray's workers
-exchange, with Ray's TLS, in a network namespace of its own. Prints a table; exit code 0 only if every check
+Serves the demo model. A plain server's outputs are the expected ones. The scenario links changes and delays what Ray's
+workers exchange, with Ray's TLS, in a network namespace of its own. Prints a table; exit code 0 only if every check
 held, 1 if one did not, 2 for a bad command line.
 """
 
@@ -30,6 +30,7 @@ from engine.errors import ConfigError
 from server.client import Client, SluiceError
 from tools.arguments import CommandParser, output_file, positive_int
 from tools.chaos.report import Row, as_json, none_of, show
+from tools.faulty_link import DELAY_S, HELD_S, LONGEST_BURST_S
 from tools.fleet.checked_streams import KnownRequest, StreamLoad, Verdict, learn_outputs
 from tools.measure import commit, machine, write_result
 from tools.ray_check.worker_links import WorkerLinks, encrypt_ray, enter_own_network
@@ -44,8 +45,6 @@ _CPU = {"JAX_PLATFORMS": "cpu"}
 _WAIT_S = 120.0
 _SERVER_TIMEOUT_S = 3.0
 _TOLD_S = 5.0
-_LONGEST_BURST_S = 0.2
-_HELD_S, _DELAY_S = (0.02, 0.2), 1.0  # how long each piece is held back, and for how long this goes on
 _OUTPUT_TOKENS = (24, 160)
 # Differ between two answers to one request.
 _OWN_KEYS = ("id", "created", "request_id", "system_fingerprint")
@@ -58,7 +57,7 @@ class Check:
   Attributes:
     cluster: Ray.
     folder: for logs.
-    rounds: times that each process is lost.
+    rounds: times that each fault happens.
     links: between Ray's processes; None: there are none.
     rows: results so far.
   """
@@ -269,13 +268,13 @@ async def check_links(check: Check) -> None:
 def _change_bits(check: Check, rng: random.Random, index: int) -> int:
   """Changes one bit, or in every second round one in each piece for a while; returns their number."""
   assert check.links is not None, "main starts them for this scenario"
-  burst_s = rng.uniform(0, _LONGEST_BURST_S) if index % 2 else 0.0
+  burst_s = rng.uniform(0, LONGEST_BURST_S) if index % 2 else 0.0
   return check.links.corrupt(rng, burst_s, _WAIT_S)
 
 
 def _delay_all(check: Check, rng: random.Random, index: int) -> int:
   assert check.links is not None, "main starts them for this scenario"
-  return check.links.delay(rng.uniform(*_HELD_S), _DELAY_S)
+  return check.links.delay(rng.uniform(*HELD_S), DELAY_S)
 
 
 async def _finish_idle(check: Check, load: StreamLoad) -> None:
@@ -381,13 +380,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
   unknown = [name for name in chosen if name not in SCENARIOS]
   if unknown:
     parser.error(f"--scenario={unknown[0]} is unknown; use one of {', '.join(SCENARIOS)}")
+  if "links" in chosen:
+    try:
+      enter_own_network("tools.ray_check", sys.argv[1:] if arguments is None else arguments)
+    except ConfigError as error:
+      return parser.failed(error)
   console, links = Console(stderr=True), None
   began = time.monotonic()
   with contextlib.ExitStack() as stack:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-ray-")))
     try:
       if "links" in chosen:
-        enter_own_network("tools.ray_check", sys.argv[1:] if arguments is None else arguments)
         encrypt_ray(folder)
         links = stack.enter_context(WorkerLinks())
       from tools.ray_check.cluster import RayCluster  # here, since --help needs no Ray
