@@ -26,9 +26,9 @@ import numpy as np
 ROWS_PER_TILE = 128  # (query, head of the group) pairs a tile of the prefill kernel: two warpgroups of 64
 _DECODE_ROWS = 64  # (query, head of the group) pairs a tile of the decode kernel: one warpgroup
 _DECODE_QUERIES = 4  # most queries of a decode row: memory still bounds the kernel, whose tile has 64 rows anyway
-# int32 values, 128 bytes. XLA passes a kernel a pointer into the packed array for slices of a multiple of 128 bytes,
-# and the kernel loads up to 16 bytes at once, at aligned addresses.
-ALIGNMENT = 32
+# int32 values, 256 bytes. XLA passes a kernel a pointer into the packed array for a slice at a multiple of 128 bytes,
+# and Mosaic GPU refuses to launch a kernel with an argument that is not at a multiple of 256 (`kExpectedHbmAlignment`).
+ALIGNMENT = 64
 _TILE_KEYS = 64  # keys a tile of the decode kernel; parts begin at whole tiles
 _TURNS_SHARE = 16  # SMs take items in turns if an SM's share is at least this many of the longest items, see _deal
 # The most tokens of a rung without the prefill kernel. That has 128 pairs an item, so it reads keys half as often; with

@@ -21,6 +21,7 @@ from engine.device.programs import Program, ProgramSpec
 from engine.shapes import ShapeLadder, StepShape
 from extensions.executable_bundle.restore import NotRestored, to_bytes
 from tools.check_device import facts, programs, swizzles, targets
+from tools.ptx_emulator.executable import find_misaligned, read_executable
 
 
 def compile_rung(
@@ -67,6 +68,9 @@ def compile_rung(
     "operands": sorted(set(facts.operand_types(hlo))),
     "widened": facts.widened(hlo, {size * factor for size in weights for factor in (1, 2)}),
   }
+  if spec.platform == "cuda":
+    runtime: Any = compiled.runtime_executable()
+    found["misaligned"] = find_misaligned(read_executable(runtime.serialize()))
   try:
     found["bundle_bytes"] = len(to_bytes(compiled))
   except NotRestored as error:

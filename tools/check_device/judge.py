@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.check_device.facts import KernelUse
+from tools.ptx_emulator.executable import MOSAIC_ALIGNMENT
 
 # With one attention kernel: two norms, four matmuls with their residuals, SwiGLU's product, KV write and attention.
 MAX_LAUNCHES_A_LAYER = 9
@@ -53,6 +54,8 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     found.append(f"cannot be stored in an executable bundle: {rung['not_bundled']}")
   for text in sorted(set(rung["misplaced_transfers"]))[:_SHOWN]:
     found.append(f"threads and TMA place elements of a slice in shared memory differently: {text}")
+  for text in rung.get("misaligned", ())[:_SHOWN]:
+    found.append(f"a kernel's array must be at a multiple of {MOSAIC_ALIGNMENT} bytes: {text}")
   if "launches" in rung:
     if rung["attention"] == "gpu" and not rung["shared_transfers"]:  # only Mosaic GPU shows them
       found.append("no transfer between registers and shared memory was seen, so none was checked")

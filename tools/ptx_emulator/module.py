@@ -25,6 +25,8 @@ from tools.ptx_emulator.block import KernelFault
 from tools.ptx_emulator.compiled import CompiledKernel
 from tools.ptx_emulator.emulator import run_kernel
 from tools.ptx_emulator.executable import (
+  MOSAIC,
+  MOSAIC_ALIGNMENT,
   Branches,
   BufferSlice,
   CustomCall,
@@ -34,14 +36,16 @@ from tools.ptx_emulator.executable import (
   MemoryFill,
   ModuleExecutable,
   SlicedCall,
+  UnreadCall,
+  find_misaligned,
   read_executable,
 )
 from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
+from tools.ptx_emulator.records import RecordError
 
 # XLA's own kernels in place of cuBLASLt's, whose code is not in the executable.
 _OWN_KERNELS: dict[str, bool | int | str] = {"xla_gpu_enable_triton_gemm": True, "xla_gpu_cublas_fallback": False}
-_MOSAIC = "mosaic_gpu_v2"
 # Mosaic GPU compiles a kernel once a process, so only the first program that has it gets its PTX.
 _known: dict[bytes, CompiledKernel] = {}
 
@@ -68,6 +72,7 @@ def compile_module(program: Program) -> CompiledModule:
 
   Raises:
     RecordError, PtxError: the executable has something that the emulator does not know.
+    KernelFault: Mosaic GPU would refuse to launch a kernel, as an array of it has too small an alignment.
   """
   with tempfile.TemporaryDirectory(prefix="sluice-module-") as folder:
     options = (program.compiler_options or {}) | _OWN_KERNELS | {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
@@ -75,11 +80,13 @@ def compile_module(program: Program) -> CompiledModule:
       compiled = dataclasses.replace(program, compiler_options=options).compile()
     runtime: Any = compiled.runtime_executable()
     executable = read_executable(runtime.serialize())
+    if wrong := find_misaligned(executable):
+      raise KernelFault(f"{wrong[0]}; Mosaic GPU wants a multiple of {MOSAIC_ALIGNMENT}")
     kernels = {}
     for path in pathlib.Path(folder).glob("*.ptx"):
       kernels |= {kernel.name: kernel for kernel in read_kernels(path.read_text("utf-8"))}
   calls = [launch for launch in walk_launches(executable.sequence) if isinstance(launch, CustomCall)]
-  keys = list(dict.fromkeys(call.key for call in calls if call.target == _MOSAIC))
+  keys = list(dict.fromkeys(call.key for call in calls if call.target == MOSAIC))
   fresh, texts = [key for key in keys if key not in _known], dumped()
   if len(fresh) != len(texts):
     raise PtxError(f"the program has {len(fresh)} new kernels of Mosaic GPU, which wrote {len(texts)} PTX files")
@@ -111,7 +118,15 @@ class ModuleRunner:
   """
 
   def __init__(self, module: CompiledModule, seed: int = 0):
-    """Args: seed: of the kernels' schedules; each launch has the next one."""
+    """Prepares the program. Raises RecordError if it has a launch that the emulator does not know.
+
+    Args: seed: of the kernels' schedules; each launch has the next one.
+    """
+    for launch in walk_launches(module.executable.sequence):
+      if isinstance(launch, UnreadCall):
+        raise RecordError(
+          f"{launch.name}: the emulator does not know the thunk {launch.kind}; no kernel of XLA's own replaces it"
+        )
     self._module, self._seeds = module, itertools.count(seed)
     self.times: dict[str, tuple[float, int]] = {}
 

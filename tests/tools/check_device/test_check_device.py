@@ -376,6 +376,7 @@ def test_a_good_rung_has_no_violations():
     ({"quantization": "w8a8", "operands": ["bf16 x bf16", "s8 x s8"]}, "bf16 x bf16, s8 x s8, and not all s8 x s8"),
     ({"sorts_and_loops": ["sort.3"]}, "sorts or loops: sort.3"),
     ({"temp_bytes": 501}, "501 bytes of temporaries"),
+    ({"misaligned": ["call.1: argument 2 is at byte 128 of its buffer"]}, "multiple of 256 bytes: call.1: argument 2"),
     ({"misplaced_transfers": ["8x1x1x64xbf16"] * 9}, "in shared memory differently: 8x1x1x64xbf16"),
     ({"shared_transfers": 0}, "no transfer between registers and shared memory was seen"),
     ({"command_buffers": 2}, "2 command buffers"),

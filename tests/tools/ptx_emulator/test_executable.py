@@ -5,7 +5,14 @@ import pytest
 
 from tools.ptx_emulator import module
 from tools.ptx_emulator.block import KernelFault
-from tools.ptx_emulator.executable import BufferSlice, KernelCall, MemoryCopy, SlicedCall, read_executable
+from tools.ptx_emulator.executable import (
+  BufferSlice,
+  KernelCall,
+  MemoryCopy,
+  SlicedCall,
+  find_misaligned,
+  read_executable,
+)
 from tools.ptx_emulator.reader import PtxError, read_kernels
 from tools.ptx_emulator.records import RecordError, expand_snappy, read_records
 
@@ -202,7 +209,31 @@ def test_a_program_may_not_write_an_argument_that_it_did_not_take():
 
 def test_an_unknown_thunk_stops_with_its_name():
   with pytest.raises(RecordError, match="custom-call.3: the emulator does not know the thunk cublas_lt_matmul"):
-    read_executable(executable(thunk(22, "custom-call.3", field(1, b""))))
+    run(thunk(22, "custom-call.3", field(1, b"")))
+
+
+def mosaic(name: str, operand: tuple[int, int, int], result: tuple[int, int, int]) -> bytes:
+  return thunk(30, name, field(1, b"mosaic_gpu_v2"), shaped_call(2, operand), shaped_call(3, result))
+
+
+def shaped_call(number: int, where: tuple[int, int, int]) -> bytes:
+  return field(number, shaped(1, *where))
+
+
+def test_arrays_that_mosaic_gpu_would_refuse_are_found():
+  allocations = field(5, field(2, 16)), field(5, field(1, 1), field(2, 16))
+  source = field(1, field(1, 0), field(4, field(2, 128)))  # 128 bytes into the argument
+  target = field(2, field(1, 1), field(2, 0), field(5, field(2, 256)))
+  inner = field(6, field(1, mosaic("inner", (0, 0, 16), (1, 0, 16))))
+  sliced = thunk(
+    60, "sliced", source, target, field(3, place(0, 0, 512)), field(4, place(1, 0, 512)), *allocations, inner
+  )
+  plain = mosaic("plain", (0, 256, 16), (1, 384, 16))
+  other = thunk(30, "other", field(1, b"cub_sort"), shaped_call(2, (0, 8, 16)))
+  assert find_misaligned(read_executable(executable(sliced, plain, other))) == [
+    "inner: argument 0 is at byte 128 of its buffer",
+    "plain: argument 1 is at byte 384 of its buffer",
+  ]
 
 
 def test_a_call_of_a_library_stops_with_its_name():
