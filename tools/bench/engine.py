@@ -17,6 +17,7 @@ A shape is one of models/shapes (with random weights made on the device), a mode
   sampler  the sampler alone on the fewest and the most rows of --batches: greedy, by temperature, with top_k and top_p,
            with the most likely tokens. With the part decode, also its share of the decode step of as many rows at the
            shortest context.
+  trace    the profiler's times of each decode step on a GPU: kernels, the gaps between them, and the host's calls.
 
 With --overlap=false the engine waits for each step before it plans the next.
 The ceilings are measured between the figures, on the same devices (tools/bench/ceilings.py): reading memory, and a
@@ -39,6 +40,7 @@ from tools.arguments import CommandParser, output_file, positive_float, positive
 from tools.bench.ceilings import Ceilings, CeilingWatch, in_words
 from tools.bench.device_idle import DeviceWatch, alone
 from tools.bench.sampler_times import sampler_times
+from tools.bench.step_trace import trace_steps
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
 from tools.measure import ROOT, commit, machine, show, write_result
 from tools.report.accounting import Flops
@@ -47,7 +49,7 @@ from tools.simulate.step_costs import work_of
 from tools.workload import synthetic
 
 SHAPES = ROOT / "models" / "shapes"
-PARTS = ("decode", "prefill", "alone", "offline", "sampler")
+PARTS = ("decode", "prefill", "alone", "offline", "sampler", "trace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,16 @@ def steps(
     about = name | {"tokens": shape.tokens, "steps": len(times), "step_s": step_s}
     found.append(about | beside_roofline(step_s, rows, work, watch.around()))
   return found
+
+
+def traces(run: OfflineRun, kinds: Sequence[tuple[dict[str, int], Rows]], seconds: float) -> list[dict[str, Any]]:
+  """Traces steps made by hand. Raises ConfigError on another platform than a GPU."""
+  config = run.built.config
+  made = HandMade(run.built.runner, config)
+  try:
+    return [name | trace_steps(made, config.ladder.fit(len(rows)), rows, seconds) for name, rows in kinds]
+  except RuntimeError as error:
+    raise ConfigError(f"--parts=trace: {error}; leave out trace") from error
 
 
 def decode_kinds(batches: Sequence[int], contexts: Sequence[int], max_len: int) -> list[tuple[dict[str, int], Rows]]:
@@ -252,9 +264,12 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
     return found | {"ceilings": dataclasses.asdict(watch.best()), "ceilings_seen": watch.range()} | about
 
   keep(result())
+  kinds_of_decode = decode_kinds(args.batches, args.contexts, max_len)
   if "decode" in args.parts:
-    kinds = decode_kinds(args.batches, args.contexts, max_len)
-    found["decode"] = steps(run, kinds, args.seconds, work, watch)
+    found["decode"] = steps(run, kinds_of_decode, args.seconds, work, watch)
+    keep(result())
+  if "trace" in args.parts:
+    found["trace"] = traces(run, kinds_of_decode, args.seconds)
     keep(result())
   if "prefill" in args.parts:
     found["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds, work, watch)
@@ -295,6 +310,12 @@ def table(result: dict[str, Any]) -> str:
         f"{row['bytes_s'] / 1e9:8.1f}{row['of_read']:9.2f}{row['flops_s'] / 1e9:10.1f}{row['of_rate']:9.2f}"
         f"{row['tok_s']:10.0f}"
       )
+  for row in result.get("trace", []):
+    lines.append(
+      f"\n{row['batch']} x {row['context']}: kernels run {row['busy_us']:.0f} of {row['span_us']:.0f} us a step"
+    )
+    for what in ("kernels", "host"):
+      lines += [f"  {what:8}{us:10.2f} us {count:8.2f} times  {name}" for name, us, count in row[what]]
   for row in result.get("sampler", []):
     share = "" if row["of_step"] is None else f", {row['of_step']:.1%} of the decode step"
     lines.append(f"sampler, {row['batch']} rows, {row['asked']}: {1e3 * row['s']:.3f} ms{share}")
@@ -364,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--model", default="", help="a model folder instead; with --random_weights, config.json is enough"
   )
-  parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
+  parser.add_argument("--parts", default=",".join(PARTS[:-1]), help="what to measure; trace needs a GPU")
   parser.add_argument("--batches", type=positive_ints, default=(1, 8, 32, 64), help="rows of decode steps")
   parser.add_argument("--contexts", type=positive_ints, default=(128, 512, 1024), help="their positions")
   parser.add_argument("--prompts", type=positive_ints, default=(128, 512), help="tokens of prefill steps")
