@@ -67,13 +67,15 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-  """Returns this checkout's commit, with -dirty if files differ; without git, the value of SLUICE_COMMIT."""
+  """Returns the value of SLUICE_COMMIT, if it has one, else this checkout's commit, with -dirty if files differ."""
+  if given := os.environ.get("SLUICE_COMMIT"):  # a copy of a checkout may have the git folder of another commit
+    return given
   if shutil.which("git"):
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not done.returncode:
       return done.stdout.strip()
-  return os.environ.get("SLUICE_COMMIT", "unknown")
+  return "unknown"
 
 
 def write_result(path: str, result: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Tuned settings of the GPU kernels, by device, head size and block size. Kernels may hold no such constant.
 
-The values follow from the hardware's limits; none has been timed on a device. A Hopper SM has 227 KiB of shared memory
+An entry with a device kind was timed there (benchmarks/hopper). All others follow from the hardware's limits. A Hopper SM has 227 KiB of shared memory
 for its thread blocks and 65,536 registers. To saturate memory, an SM needs 36 KB in flight (4.8 TB/s times 1 us over
 132 SMs). A part of 512 tokens writes and reads back 3 % of the bytes of its keys and values (8 KV heads of 128, groups
 of 4). With the halving parts at its end, a row of 1,024 tokens has 5 parts, or 8 %; a row of 8,192 has 19, or 4 %.
@@ -57,6 +57,15 @@ _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
     prefill_stages=2,
     prefill_tile_keys=128,
     write_tokens=8,
+  ),
+  ("NVIDIA H100 80GB HBM3", 128, 64): Tuning(
+    split_tokens=1024,
+    decode_stages=2,
+    decode_ctas_per_sm=2,
+    prefill_stages=2,
+    prefill_tile_keys=128,
+    write_tokens=8,
+    lowering=plgpu.LoweringSemantics.Warpgroup,
   ),
 }
 

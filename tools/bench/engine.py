@@ -312,10 +312,11 @@ def table(result: dict[str, Any]) -> str:
       )
   for row in result.get("trace", []):
     lines.append(
-      f"\n{row['batch']} x {row['context']}: kernels run {row['busy_us']:.0f} of {row['span_us']:.0f} us a step"
+      f"\n{row['batch']} x {row['context']}: kernels run {row['busy_us'] / 1e3:.3f} of {row['span_us'] / 1e3:.3f} ms "
+      "a step"
     )
     for what in ("kernels", "host"):
-      lines += [f"  {what:8}{us:10.2f} us {count:8.2f} times  {name}" for name, us, count in row[what]]
+      lines += [f"  {what:8}{micros / 1e3:10.4f} ms{count:8.2f} times  {name}" for name, micros, count in row[what]]
   for row in result.get("sampler", []):
     share = "" if row["of_step"] is None else f", {row['of_step']:.1%} of the decode step"
     lines.append(f"sampler, {row['batch']} rows, {row['asked']}: {1e3 * row['s']:.3f} ms{share}")

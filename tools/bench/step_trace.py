@@ -44,8 +44,8 @@ def summarize(profile: Any, steps: int) -> dict[str, Any]:
   Returns:
     busy_us: time in which a kernel ran.
     span_us: from the first kernel's start to the last one's end.
-    kernels: (name, us, launches), the longest first.
-    host: (name, us, calls) of the host's events; they nest, so they do not add up.
+    kernels: (name, microseconds, launches), the longest first.
+    host: (name, microseconds, calls) of the host's events; they nest, so they do not add up.
 
   Raises:
     RuntimeError: the profile has no kernel of a GPU.

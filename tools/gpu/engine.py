@@ -29,6 +29,7 @@ BIG, SMALL = "llama3-8b", "llama3.2-1b"
 BUFFERS = {
   "always": "",
   "skip temporaries": "--xla_gpu_command_buffer_update_mode=SKIP_TEMP",
+  "skip profiled": "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED",
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
@@ -215,11 +216,12 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
   same += [f"--seconds={sizes.seconds / 4}", "--rounds=2", f"--context={sizes.context}", f"--requests={sizes.some}"]
   same += [f"--compile_cache_dir={programs}", f"--output={scratch / 'deterministic.json'}", *sizes.engine, *sizes.pool]
   same += [f"--batches={sizes.batches[0]}", f"--prompts={sizes.lengths.replace(',', ':')}", "--outputs=16:64"]
-  first = decode("decode_8b", 240, "--parts=decode,alone,sampler", bundle, "--write_executable_bundle")
+  trace = ",trace" if sizes.device == "cuda" else ""  # a CPU has no kernels to trace
+  first = decode("decode_8b", 240, f"--parts=decode,alone,sampler{trace}", bundle, "--write_executable_bundle")
   return {
     "decode": [
       dataclasses.replace(first, fresh=code),  # for a cold start
-      engine("decode_1b", small, 150, *sizes.pool, *few, "--parts=decode", f"--batches={sizes.batches[1]}"),
+      engine("decode_1b", small, 150, *sizes.pool, *few, f"--parts=decode{trace}", f"--batches={sizes.batches[1]}"),
     ],
     "start": [  # the same programs as decode_8b's
       decode("start_bundle", 60, "--parts=decode", "--seconds=0.01", bundle, cache=False),
