@@ -7,8 +7,8 @@ Flash-Decoding, https://pytorch.org/blog/flash-decoding). Other rows go to the p
 rung of no more tokens than rows is for decodes, and an empty launch costs it time, so it has no prefill kernel. There,
 the decode kernel takes longer rows in items of 64 (query, head of the group) pairs.
 
-A row's own length alone decides where the plan splits it, and the kernel sums its parts in order. So the bits of its
-result do not depend on the batch. The assignment of parts to SMs does: longest processing time first (R. L. Graham,
+A row's own length and the rung decide where the plan splits it, and the kernel sums its parts in order. So the bits of
+its result do not depend on the other rows. The assignment of parts to SMs does: longest processing time first (R. L. Graham,
 1969).
 
 The balance of a step's decode is the mean number of blocks that SMs read, over the largest. A row that alone could keep
@@ -346,12 +346,13 @@ def make_plan(geometry: Geometry, split_tokens: int, num_sms: int) -> Plan:
 
   Args:
     geometry: of the rung.
-    split_tokens: least positions of a part, except at a row's end. A rung of so few rows and KV heads that no SM gets
-      two parts has shorter parts.
+    split_tokens: least positions of a part, except at a row's end, for each (row, KV head) of an SM's share. On an H100
+      a part costs as much as 60 positions more, whatever its length. Rungs of many rows have enough items to keep SMs
+      busy with few parts; rungs of few rows have not.
     num_sms: SMs of the device, see tuning.count_sms.
   """
-  split_blocks = -(-split_tokens // geometry.block_size)
-  split_blocks = max(1, min(split_blocks, -(-2 * split_blocks * geometry.rows * geometry.num_kv_heads // num_sms)))
+  share = geometry.rows * geometry.num_kv_heads / num_sms
+  split_blocks = max(1, math.ceil(split_tokens * share / geometry.block_size))
   # The two kernels sum in different orders, so an invariant step sends all rows to one of them.
   decode_queries = 0 if geometry.invariant else min(_DECODE_QUERIES, _DECODE_ROWS // geometry.group)
   is_for_decodes = geometry.tokens <= min(geometry.rows, _MOST_TOKENS_WITHOUT_PREFILL)

@@ -1,9 +1,9 @@
 """Tuned settings of the GPU kernels, by device, head size and block size. Kernels may hold no such constant.
 
-An entry with a device kind was timed there (benchmarks/hopper). All others follow from the hardware's limits. A Hopper SM has 227 KiB of shared memory
-for its thread blocks and 65,536 registers. To saturate memory, an SM needs 36 KB in flight (4.8 TB/s times 1 us over
-132 SMs). A part of 512 tokens writes and reads back 3 % of the bytes of its keys and values (8 KV heads of 128, groups
-of 4). With the halving parts at its end, a row of 1,024 tokens has 5 parts, or 8 %; a row of 8,192 has 19, or 4 %.
+The decode kernel's ring and least part for heads of 128 were timed on an H100 (benchmarks/hopper). All other values
+follow from the hardware's limits. A Hopper SM has 227 KiB of shared memory for its thread blocks and 65,536 registers.
+To saturate memory, an SM needs 36 KB in flight (4.8 TB/s times 1 us over 132 SMs). A part of 512 tokens writes and reads
+back 3 % of the bytes of its keys and values (8 KV heads of 128, groups of 4).
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ class Tuning:
   """Settings that change speed but no result beyond rounding. Hashable.
 
   Attributes:
-    split_tokens: least positions of a part of a split row, 64 or more; see `plan.make_plan`.
+    split_tokens: least positions of a part of a split row where an SM's share is one (row, KV head), 64 or more; more in
+      proportion to the share, see `plan.make_plan`.
     decode_stages: tiles of 64 keys and 64 values in the decode kernel's ring, 2 or more; 256 * head_dim bytes each.
     decode_ctas_per_sm: thread blocks of the decode kernel on an SM, 1 or 2.
     prefill_stages: tiles of keys and of values in the prefill kernel's ring, 1 or more.
@@ -51,21 +52,12 @@ _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
     write_tokens=8,
   ),
   (None, 128, None): Tuning(
-    split_tokens=512,
+    split_tokens=448,
     decode_stages=2,
     decode_ctas_per_sm=2,
     prefill_stages=2,
     prefill_tile_keys=128,
     write_tokens=8,
-  ),
-  ("NVIDIA H100 80GB HBM3", 128, 64): Tuning(
-    split_tokens=1024,
-    decode_stages=2,
-    decode_ctas_per_sm=2,
-    prefill_stages=2,
-    prefill_tile_keys=128,
-    write_tokens=8,
-    lowering=plgpu.LoweringSemantics.Warpgroup,
   ),
 }
 
