@@ -8,8 +8,8 @@ rung of no more tokens than rows is for decodes, and an empty launch costs it ti
 the decode kernel takes longer rows in items of 64 (query, head of the group) pairs.
 
 A row's own length and the rung decide where the plan splits it, and the kernel sums its parts in order. So the bits of
-its result do not depend on the other rows. The assignment of parts to SMs does: longest processing time first (R. L. Graham,
-1969).
+its result do not depend on the other rows. The assignment of parts to SMs does: longest processing time first (R. L.
+Graham, 1969).
 
 The balance of a step's decode is the mean number of blocks that SMs read, over the largest. A row that alone could keep
 all SMs busy has parts of at most one SM's share. Every split row ends in parts that halve, which even out the loads.
