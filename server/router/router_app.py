@@ -1,8 +1,9 @@
 """The router's HTTP application: checks a request, chooses a replica, relays the answer. Knows no socket of a client.
 
 A request may begin again at another replica while no byte of an answer has reached the client. That needs one of three
-reasons: there was no connection, the replica returned 503, which it does before any work, or the connection ended and
-the request leaves nothing behind. After the first byte nothing is repeated. A stream of events then ends with an error
+reasons: there was no connection, the replica returned 503, which it does before any work, or the replica was lost and
+the request leaves nothing behind. A lost replica ends the connection, or a proxy before it, such as Ray Serve's, says
+so by an error without JSON. After the first byte nothing is repeated. A stream of events then ends with an error
 event of its API. Any other answer is cut off, so that it cannot look whole.
 """
 
@@ -47,6 +48,7 @@ from server.telemetry.access_log import AccessLog
 OWN_PATHS = ("/health", "/ready", "/metrics")  # the last may have a port of its own
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CLIENT_GONE = 499
+_PROXY_ERRORS = (500, 502, 504)  # a replica's own have JSON
 # Of one connection only (RFC 9110, section 7.6.1), besides those that the Connection header names.
 _HOP_BY_HOP = frozenset(
   (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization")
@@ -482,6 +484,9 @@ class RouterApp:
     head = await exchange.read_head()
     if head.status_code == 503 and may_pass_on:
       raise _RefusedByReplica
+    content_type = next((value for name, value in head.headers if name == b"content-type"), b"")
+    if head.status_code in _PROXY_ERRORS and not content_type.startswith(b"application/json"):
+      raise ReplicaBroken(f"a proxy before it returned {head.status_code}")
     # With the first part of the body, which a replica sends along: until then the request can begin elsewhere.
     data = await exchange.read_data()
     note_first_byte()

@@ -25,7 +25,7 @@ class ReplicaUnreachable(ConnectionError):
 
 
 class ReplicaBroken(ConnectionError):
-  """The connection ended, or held bytes that are not HTTP, before the response was whole."""
+  """The connection ended, or held bytes that are not HTTP, before the response was whole; or a proxy says so."""
 
 
 class UnsendableRequest(ValueError):

@@ -16,8 +16,9 @@ class ReplicaStub:
   """One replica.
 
   Attributes:
-    mode: what it does with a request: "json", "stream", "503", "close" (before an answer), "break" (a stream's second
-      event comes half, then a reset), "end" (the same, with the end of the connection), "break_json" or "hang".
+    mode: what it does with a request: "json", "stream", "503", "proxy" (a proxy's 500), "close" (before an answer),
+      "break" (a stream's second event comes half, then a reset), "end" (the same, with the end of the connection),
+      "break_json" or "hang".
     is_ready: what /ready says.
     frozen: cleared, requests of every kind wait, also checks.
     go: cleared, a stream waits after its first event.
@@ -117,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
       self._answer(stub.status, json.dumps(answer).encode(), {"connection": "x-hop", "x-hop": "1", "x-kept": "2"})
     elif mode == "503":
       self._answer(503, b'{"error": {"code": "starting"}}', {"retry-after": "7"})
+    elif mode == "proxy":
+      self._answer(500, b"Internal Server Error", {"content-type": "text/plain; charset=utf-8"})
     elif mode == "close":
       self._reset()
     elif mode == "break_json":

@@ -20,7 +20,7 @@ def two():
     yield *stubs, router
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("close", "broken"), ("503", "refused")])
+@pytest.mark.parametrize(("mode", "reason"), [("close", "broken"), ("proxy", "broken"), ("503", "refused")])
 def test_a_request_begins_again_elsewhere_before_its_first_byte(two, mode, reason):
   first, second, router = two
   first.mode = mode
@@ -78,6 +78,13 @@ def test_the_last_503_is_the_replicas_own(two):
   assert answer.headers["retry-after"] == "7"
 
 
+def test_a_replicas_own_error_is_passed_on(two):
+  first, second, router = two
+  first.status = 500
+  answer = router.http.post(CHAT, json={})
+  assert answer.status_code == 500 and answer.json()["from"] == first.name and not second.seen
+
+
 def test_without_any_replica():
   with running_stubs(1) as [stub]:
     name = stub.name
@@ -89,9 +96,10 @@ def test_without_any_replica():
     assert router.http.get("/ready").status_code == 503 and router.http.get("/health").status_code == 200
 
 
-def test_a_response_that_may_be_stored_is_not_made_twice(two):
+@pytest.mark.parametrize("mode", ["close", "proxy"])
+def test_a_response_that_may_be_stored_is_not_made_twice(two, mode):
   first, second, router = two
-  first.mode = "close"
+  first.mode = mode
   answer = router.http.post("/v1/responses", json={"input": "hi"})
   assert answer.status_code == 502 and answer.json()["error"]["code"] == "replica_lost"
   assert not second.seen
