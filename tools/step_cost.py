@@ -53,7 +53,7 @@ CACHE_BYTES_S = 5.5e12
 # not published for an H100. With two rings of two stages it has 128 KB under way, which is as much in 1.1 us.
 SM_BYTES_S = 64 * 1.755e9
 LOGIT_PASSES = 4  # the head writes them; then one pass finds NaN and two the likeliest token
-_SMS, _SPLIT_TOKENS, _BLOCK = 132, 512, 64  # H100 SXM and H200; the table's settings for heads of 128 (tuning.py)
+_SMS, _SPLIT_TOKENS, _BLOCK = 132, 448, 64  # H100 SXM and H200; the table's settings for heads of 128 (tuning.py)
 _BYTES = 2  # bfloat16
 
 

@@ -34,7 +34,7 @@ def test_slower_reads_are_the_larger_term():
 
 def test_the_modelled_8b_step_on_an_h200_is_what_the_documents_say():
   figures = [round(model_step("llama3-8b", 1, "h200", rows, 1024).over_roofline, 2) for rows in (1, 64)]
-  assert figures == [1.30, 1.24]
+  assert figures == [1.29, 1.24]
 
 
 def test_loads_are_those_of_the_plan():
