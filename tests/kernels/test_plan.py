@@ -67,7 +67,11 @@ def balance(plan: Plan, pieces: dict[str, np.ndarray]) -> float:
 def test_work_is_balanced_over_sms(name: str, max_model_len: int, num_sms: int) -> None:
   lengths = tuple(min(length, max_model_len) for length in BATCHES[name])
   plan = plan_for(len(lengths), max_model_len, num_sms)
-  assert balance(plan, make(plan, lengths)) >= 0.89
+  # These have too few parts for 0.9, since a part costs as much as 60 positions (make_plan).
+  few_parts = (name == "64 x 1024" and num_sms == 114) or (
+    name == "1 x 131072 and 63 x 300" and max_model_len == 8192 and num_sms == 132
+  )
+  assert balance(plan, make(plan, lengths)) >= (0.89 if few_parts else 0.9)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
