@@ -31,6 +31,8 @@ _SETTINGS = {
   "RAY_grpc_client_keepalive_timeout_ms": "2000",
   "RAY_grpc_keepalive_time_ms": "1000",
   "RAY_grpc_keepalive_timeout_ms": "2000",
+  # A call whose connection has ended fails at once; by default Ray waits another one to two seconds for the cause.
+  "RAY_timeout_ms_task_wait_for_death_info": "0",
 }
 
 
