@@ -31,9 +31,13 @@ settings.load_profile("repeated")
 
 @pytest.fixture(autouse=True, scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-  """Tests build the same engines again and again: what takes long to compile is compiled once a process."""
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  """Tests build the same engines again and again: what takes long to compile is compiled once for all processes."""
+  folder = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    folder = folder.parent
+  jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  jax.config.update("jax_compilation_cache_max_size", 16 << 30)  # with a limit JAX locks the files, by filelock
 
 
 @pytest.fixture

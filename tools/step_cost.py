@@ -26,6 +26,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from pallas_kernels.paged_attention.plan import Geometry, make_plan
+from pallas_kernels.paged_attention.tuning import tuning_for
 from tools.arguments import CommandParser
 from tools.check_device import judge
 from tools.check_device.programs import names as shape_names
@@ -53,7 +54,7 @@ CACHE_BYTES_S = 5.5e12
 # not published for an H100. With two rings of two stages it has 128 KB under way, which is as much in 1.1 us.
 SM_BYTES_S = 64 * 1.755e9
 LOGIT_PASSES = 4  # the head writes them; then one pass finds NaN and two the likeliest token
-_SMS, _SPLIT_TOKENS, _BLOCK = 132, 448, 64  # H100 SXM and H200; the table's settings for heads of 128 (tuning.py)
+_KIND, _SMS, _BLOCK = "NVIDIA H200", 132, 64  # an H100 SXM has as many SMs, and the same settings in tuning.py
 _BYTES = 2  # bfloat16
 
 
@@ -82,7 +83,7 @@ def measure_loads(rows: int, context: int, heads: int, kv_heads: int, head_dim: 
   """Returns the blocks of keys that the plan gives each SM of an H100 or H200 (plan.py); padding counts as one."""
   rung = max(8, 1 << (rows - 1).bit_length())
   geometry = Geometry(rung, rung, -(-context // _BLOCK), _BLOCK, heads, kv_heads, head_dim)
-  plan = make_plan(geometry, _SPLIT_TOKENS, _SMS)
+  plan = make_plan(geometry, tuning_for(_KIND, head_dim, _BLOCK).split_tokens, _SMS)
   lens, starts = np.zeros(rung, np.int32), np.minimum(np.arange(rung + 1), rows).astype(np.int32)
   lens[:rows] = context
   pieces = plan.split(plan.make_work(starts, lens))

@@ -7,7 +7,7 @@ xla/backends/gpu/runtime/thunk.proto and what they import).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 
 from tools.ptx_emulator.records import RecordError, read_fields, read_records, read_varint
@@ -226,24 +226,28 @@ def read_executable(data: bytes) -> ModuleExecutable:
   )
 
 
+def walk_launches(
+  sequence: Sequence[Launch], buffers: Sequence[BufferSlice] | None = None
+) -> Iterator[tuple[Launch, Sequence[BufferSlice] | None]]:
+  """Yields each launch, those within others too, with the buffers that its allocations name; None: the program's."""
+  for launch in sequence:
+    yield launch, buffers
+    if isinstance(launch, SlicedCall):
+      yield from walk_launches(launch.sequence, launch.buffers)
+    elif isinstance(launch, Branches):
+      for branch in launch.sequences:
+        yield from walk_launches(branch, buffers)
+
+
 def find_misaligned(executable: ModuleExecutable) -> list[str]:
   """Returns a line for each array of a Mosaic GPU kernel that is not at a multiple of `MOSAIC_ALIGNMENT` bytes."""
   found = []
-
-  def visit(sequence: Sequence[Launch], buffers: Sequence[BufferSlice] | None) -> None:
-    for launch in sequence:
-      if isinstance(launch, SlicedCall):
-        visit(launch.sequence, launch.buffers)
-      elif isinstance(launch, Branches):
-        for branch in launch.sequences:
-          visit(branch, buffers)
-      elif isinstance(launch, CustomCall) and launch.target == MOSAIC:
-        for number, array in enumerate((*launch.operands, *launch.results)):
-          offset = array.offset + (buffers[array.allocation].offset if buffers else 0)
-          if offset % MOSAIC_ALIGNMENT:
-            found.append(f"{launch.name}: argument {number} is at byte {offset} of its buffer")
-
-  visit(executable.sequence, None)
+  for launch, buffers in walk_launches(executable.sequence):
+    if isinstance(launch, CustomCall) and launch.target == MOSAIC:
+      for number, array in enumerate((*launch.operands, *launch.results)):
+        offset = array.offset + (buffers[array.allocation].offset if buffers else 0)
+        if offset % MOSAIC_ALIGNMENT:
+          found.append(f"{launch.name}: argument {number} is at byte {offset} of its buffer")
   return found
 
 

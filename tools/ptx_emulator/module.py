@@ -39,6 +39,7 @@ from tools.ptx_emulator.executable import (
   UnreadCall,
   find_misaligned,
   read_executable,
+  walk_launches,
 )
 from tools.ptx_emulator.memory import GlobalMemory
 from tools.ptx_emulator.reader import Kernel, PtxError, read_kernels
@@ -85,7 +86,7 @@ def compile_module(program: Program) -> CompiledModule:
     kernels = {}
     for path in pathlib.Path(folder).glob("*.ptx"):
       kernels |= {kernel.name: kernel for kernel in read_kernels(path.read_text("utf-8"))}
-  calls = [launch for launch in walk_launches(executable.sequence) if isinstance(launch, CustomCall)]
+  calls = [launch for launch, _ in walk_launches(executable.sequence) if isinstance(launch, CustomCall)]
   keys = list(dict.fromkeys(call.key for call in calls if call.target == MOSAIC))
   fresh, texts = [key for key in keys if key not in _known], dumped()
   if len(fresh) != len(texts):
@@ -96,18 +97,6 @@ def compile_module(program: Program) -> CompiledModule:
   numbers = [[next(leaves) for _ in jax.tree.leaves(argument)] for argument in program.arguments]
   donated = frozenset(number for index in program.donated for number in numbers[index])
   return CompiledModule(executable, kernels, {key: _known[key] for key in keys}, donated)
-
-
-def walk_launches(sequence: Sequence[Launch]) -> list[Launch]:
-  """Returns all launches, also those within others."""
-  found = []
-  for launch in sequence:
-    found.append(launch)
-    if isinstance(launch, SlicedCall):
-      found += walk_launches(launch.sequence)
-    elif isinstance(launch, Branches):
-      found += [each for branch in launch.sequences for each in walk_launches(branch)]
-  return found
 
 
 class ModuleRunner:
@@ -122,7 +111,7 @@ class ModuleRunner:
 
     Args: seed: of the kernels' schedules; each launch has the next one.
     """
-    for launch in walk_launches(module.executable.sequence):
+    for launch, _ in walk_launches(module.executable.sequence):
       if isinstance(launch, UnreadCall):
         raise RecordError(
           f"{launch.name}: the emulator does not know the thunk {launch.kind}; no kernel of XLA's own replaces it"
