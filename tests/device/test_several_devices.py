@@ -44,12 +44,16 @@ def make_model(folder: pathlib.Path, case: str, **changes) -> pathlib.Path:
   return folder
 
 
-def check_same(one: dict, *others: dict) -> None:
-  """Asserts equal tokens, and log probabilities within rounding, of one device and of several."""
+def check_same(one: dict, *others: dict, same_steps: bool = True) -> None:
+  """Asserts equal tokens, and log probabilities within rounding, of one device and of several.
+
+  Args: same_steps: both also preempt as often, because no step depends on time.
+  """
   assert one["preemptions"] > 0 and one["compiles"] == 0
   for other in others:
     assert other["tokens"] == one["tokens"]
-    assert other["compiles"] == 0 and other["preemptions"] == one["preemptions"]
+    assert other["compiles"] == 0 and other["preemptions"] > 0
+    assert not same_steps or other["preemptions"] == one["preemptions"]
     for entries, expected in zip(other["logprobs"], one["logprobs"], strict=True):
       assert [entry[0] for entry in entries] == [entry[0] for entry in expected]
       for entry, wanted in zip(entries, expected, strict=True):
@@ -119,7 +123,7 @@ def test_other_settings_give_the_tokens_of_one_device(tmp_path: pathlib.Path, mo
   more = more | ({"matmul": "xla", "attention": "reference"} if kernels == "xla" else {})
   settings = [SETTINGS | more | {"num_devices": devices} for devices in (1, 2, 4, 8)]
   one, *others = serve_on_devices(model, settings, make_requests(14, 30, 10))
-  check_same(one, *others)
+  check_same(one, *others, same_steps="host_kv_mb" not in more)  # blocks come from the host when their copy is done
 
 
 @pytest.mark.long
