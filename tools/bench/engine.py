@@ -74,7 +74,7 @@ class ModelWork:
 
     flops = Flops.of_model(folder)
     # A matrix of n weights does n multiply-adds a token, which are 2 n operations.
-    size = {"int8": 1, "w8a8": 1, "int4": 0.5 + 2 / 32}.get(quantization, dtype.itemsize)
+    size = {"int8": 1, "w8a8": 1, "fp8": 1, "int4": 0.5 + 2 / 32}.get(quantization, dtype.itemsize)
     weight_bytes = int(int(flops.token + flops.row) // 2 * size)
     return cls(flops, weight_bytes, kv_cache.bytes_per_block(model, 1, kv_dtype or dtype))
 

@@ -42,6 +42,13 @@ def test_a_tied_head_is_read_once():
   assert work.kv_bytes == 32_768
 
 
+@pytest.mark.parametrize("quantization", ("int8", "w8a8", "fp8"))
+def test_weights_of_eight_bits_are_half_of_bfloat16s_bytes(quantization):
+  dtype = jnp.dtype(jnp.bfloat16)
+  work = ModelWork.of(str(SHAPES / "llama3-8b"), shape("llama3-8b"), dtype, quantization)
+  assert 2 * work.weight_bytes == work_in_bfloat16("llama3-8b").weight_bytes
+
+
 def test_a_step_beside_ceilings():
   work = ModelWork(Flops(token=20, row=10, pair=5), weight_bytes=80, kv_bytes=10)
   # Two rows of four keys each: 160 bytes, 2 * 30 + 8 * 5 operations, in 2 s.
