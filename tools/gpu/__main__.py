@@ -174,7 +174,7 @@ def jobs_of(stage: str) -> list[Job]:
     pairs: list[Job] = [{"kind": "peer", "what": what} for what in ("read", "copy", "matmul")]
     pairs += [{"kind": "peer", "what": what, "spec": name} for name in _PROMPTS for what in ("cudnn", "flash")]
     pairs += [{"kind": "peer", "what": what, "spec": _DECODED[0]} for what in ("flash", "efficient", "cudnn")]
-    pairs += [{"kind": "peer", "what": "flashinfer", "spec": name} for name in (*_DECODED[:3], *_PROMPTS)]
+    pairs += [{"kind": "peer", "what": "flashinfer", "spec": name} for name in (*_DECODED[:4], *_PROMPTS)]
     return pairs
   if stage == "step":
     return [{"kind": "step", "rows": rows, "context": 1024} for rows in (64, 8)]
