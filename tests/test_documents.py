@@ -29,7 +29,15 @@ from tools.repository import generate_documents
 
 # Flags of other programs: uv, XLA, docker, lm-eval, and what make itself would take.
 FOREIGN = {"universal", "python-version", "generate-hashes", "extra", "group", "no-annotate", "no-header", "time"}
-FOREIGN |= {"xla_force_host_platform_device_count", "help", "helpfull", "flagfile", "model_args", "tasks"}
+FOREIGN |= {
+  "xla_force_host_platform_device_count",
+  "xla_gpu_command_buffer_update_mode",
+  "help",
+  "helpfull",
+  "flagfile",
+  "model_args",
+  "tasks",
+}
 FOREIGN |= {"http2-prior-knowledge", "schema", "call", "rps", "connections", "proto", "metadata", "concurrency"}
 FOREIGN |= {"duration", "total-queued-requests-metric", "total-running-requests-metric"}
 FOREIGN |= {"kv-cache-usage-percentage-metric", "lora-info-metric", "cache-info-metric"}

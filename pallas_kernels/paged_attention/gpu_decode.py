@@ -253,9 +253,8 @@ def _decode_kernel(
       plgpu.barrier_arrive(free.at[stage])
       return tile
 
-    def load_queries(n):
+    def load_queries(item):
       """Copies only the row's own rows of the tile; the kernel discards the results of the others."""
-      item = item_of(n)
 
       def load(count):
         for slab, columns in slabs:
@@ -269,12 +268,10 @@ def _decode_kernel(
         pl.when(is_short)(functools.partial(load, plan.part_rows))
         pl.when(jnp.logical_not(is_short))(functools.partial(load, plan.item_rows))
 
-    @pl.when(num_items > 0)
-    def _():
-      load_queries(_i32(0))
-
-    def run_item(n, tiles_before):
-      item = item_of(n)
+    def run_item(n, carry):
+      tiles_before, item, earlier = carry
+      # Loads the extent of the next item long before its queries' copy needs it: three dependent loads.
+      following = item_of(jnp.minimum(n + 1, num_items - 1))
       plgpu.barrier_wait(q_ready)
       if plan.decode_queries > 1:
         rows = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
@@ -303,7 +300,7 @@ def _decode_kernel(
         # copy begins with a barrier of the warpgroup, so no warp is still multiplying.
         @pl.when((i + 1 == item.tiles) & (n + 1 < num_items))
         def _():
-          load_queries(n + 1)
+          load_queries(following)
 
         # The remaining factor and the subtraction of the peak are one instruction.
         factor = call.scale * _LOG2E
@@ -359,7 +356,7 @@ def _decode_kernel(
       # The key of the peak has weight 1, so this changes the sum only if no query saw a key of the split: then to 0.
       total = jnp.maximum(total, 1.0)
       acc = acc * _over_rows(1.0 / total, size, _WGMMA)
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of the previous item
+      finish_copies(earlier)  # staging of the previous item
 
       def write_out():
         # Not tiled like the operands: a token may have other than 8 rows, and the kernel may not write those of others.
@@ -388,16 +385,22 @@ def _decode_kernel(
             plgpu.copy_smem_to_gmem(part.at[rows], parts.at[item.slot, item.head, rows, columns])
 
         plgpu.copy_smem_to_gmem(part_sum, part_sums.at[item.slot, item.head])
-        if not call.interpreted:
-          plgpu.wait_smem_to_gmem(0)
-          finish_part(item)
 
       if plan.max_splits == 1:
         write_out()
       else:
         pl.when(item.slot < 0)(write_out)
         pl.when(item.slot >= 0)(write_part)
-      return tiles_before + item.tiles
+      return tiles_before + item.tiles, following, item
+
+    def finish_copies(item):
+      """Waits until the staging of an item is free. Counts its part, whose copies have ended during the next item."""
+      if plan.max_splits == 1 or call.interpreted:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
+      plgpu.wait_smem_to_gmem(0)
+      pl.when(item.slot >= 0)(functools.partial(finish_part, item))
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def finish_part(item):
       """Counts a part whose copies have ended, and sums the row's parts if it is the last one."""
@@ -413,7 +416,14 @@ def _decode_kernel(
       def _():
         _sum_parts(call, item, row_slots, parts, part_sums, out, staging[0].at[pair])
 
-    lax.fori_loop(0, num_items, run_item, _i32(0))
+    @pl.when(num_items > 0)
+    def _():
+      first = item_of(_i32(0))
+      load_queries(first)
+      nothing = first._replace(slot=_i32(-1))
+      _, _, last = lax.fori_loop(0, num_items, run_item, (_i32(0), first, nothing))
+      finish_copies(last)
+
     plgpu.wait_smem_to_gmem(0)
     if call.interpreted and plan.max_splits > 1:
       # The interpreter has no atomic addition. So one warpgroup counts all parts of the block, when all have ended.
@@ -426,6 +436,7 @@ def _decode_kernel(
         @pl.loop(sm_starts[sm], sm_starts[sm + 1])
         def _(n):
           item = call.item(sm_items[n], items, kv_lens, query_starts)
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of the item before
           pl.when(item.slot >= 0)(functools.partial(finish_part, item))
 
         plgpu.wait_smem_to_gmem(0)
@@ -488,7 +499,6 @@ def _sum_parts(call: _Call, item: _Item, row_slots, parts, part_sums, out, stagi
   first_slot = row_slots[row.index]
   splits = row_slots[row.index + 1] - first_slot
   at_once = min(4, call.plan.max_splits)  # loads in flight
-  plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of an earlier item
 
   @pl.loop(0, _cdiv(row.count * group, 8))
   def _(chunk):

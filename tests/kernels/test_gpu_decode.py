@@ -297,7 +297,7 @@ BUGS = (
   (_WHOLE, "sums are not rescaled", "acc = acc * _over_rows(decay, size, _WGMMA)", "acc = acc * 1.0"),
   (_WHOLE, "a token too many", "@pl.loop(0, item.row.count)", "@pl.loop(0, item.row.count + 1)"),
   (_WHOLE, "staged anew before it is copied",
-   "      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of the previous item\n", ""),
+   "      finish_copies(earlier)  # staging of the previous item\n", ""),
   (_WHOLE, "copied before it is staged",
    "result[...] = acc.astype(jnp.bfloat16)\n        plgpu.commit_smem()\n", "result[...] = acc.astype(jnp.bfloat16)\n"),
   (_SPLIT, "a key of the next part", "items[index, 3] * geometry.block_size,",

@@ -19,8 +19,8 @@ from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
 
 _ROPE_THETA = 500_000.0
 # bf16 keeps 8 bits of f32 results, and weights are rounded before they are multiplied with values.
-_ABSOLUTE, _RELATIVE, _NORM = 4e-3, 2.0**-8, 5e-3
-_FP8_STEP = 2.0**-3  # relative distance of two neighbors of e4m3
+_ABSOLUTE, _NORM = 4e-3, 5e-3
+_RELATIVE, _FP8_STEP = 2.0**-7, 2.0**-3  # largest relative distances of two neighbors in bf16 and e4m3
 
 
 class Wrong(Exception):

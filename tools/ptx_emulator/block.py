@@ -222,6 +222,7 @@ class KernelLaunch:
     grid: blocks in x, y, z.
     shared_bytes: dynamic shared memory of a block.
     maps: tensor maps by address.
+    is_lazy: asynchronous operations end only when no warp can go on, or hardly ever before.
   """
 
   memory: GlobalMemory
@@ -229,6 +230,7 @@ class KernelLaunch:
   shared_bytes: int
   maps: Mapping[int, TensorMap]
   allows_equal_writes: bool = False
+  is_lazy: bool = False
 
 
 class Block:
@@ -369,12 +371,13 @@ class Block:
   def run(self) -> None:
     """Runs the block to its end. Raises KernelFault."""
     rng = self.rng
+    early = 0.01 if self.launch.is_lazy else 0.3  # not 0, because a warp may wait for an operation without a barrier
     while True:
       # A warp whose lanes are together, and which waits, goes on when something has happened.
       live, version = [warp for warp in self.warps if warp.groups], self.version
       ready = [warp for warp in live if warp.groups[1:] or warp.groups[0].waits_since != version]
       progress = False
-      if self._operations and (not ready or rng.random() < 0.3):
+      if self._operations and (not ready or rng.random() < early):
         self.finish_operation(self._operations[rng.integers(len(self._operations))])
         progress = True
       while ready:

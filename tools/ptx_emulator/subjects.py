@@ -182,12 +182,12 @@ def _prefill(kv_dtype: str) -> Subject:
 def _decode(kv_dtype: str, has_prefill: bool = True) -> Subject:
   """Rows of one part and of two, two stages; the second's queries are on both sides of a multiple of 8.
 
-  Two SMs have the parts of a row, and either may sum them. Without the prefill kernel, the last row is one of its
-  rows, and padding gets zeros.
+  Two SMs have the parts of a row, and either may sum them. One counts its part after its next item's tiles, and the
+  other at its end. Without the prefill kernel, the last row is one of its rows, and padding gets zeros.
   """
   spec = ArgSpec(
     "decode",
-    ((1, 40), (2, 100), *([] if has_prefill else [(4, 70)])),
+    ((1, 40), (2, 100), (1, 40) if has_prefill else (4, 70)),
     8,
     4,
     block_size=64,

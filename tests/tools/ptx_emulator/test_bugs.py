@@ -13,7 +13,7 @@ Pallas' interpreter runs the kernel's Python, so it has no notion of most of the
 bugs in sources, tests/kernels/test_gpu_unseen.py runs it: it finds neither a wrong number nor a race.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -197,7 +197,7 @@ ATTENTION_BUGS = {
     "prefill_bf16", tensor_map(1, shape=lambda shape: (shape[0] + 64, *shape[1:])), "2 bytes at offset", "bounds"
   ),
   "keys unswizzled": Bug("prefill_bf16", tensor_map(1, swizzle=lambda _: 0), "attention: error", "layout"),
-  "staged anew while a copy reads": Bug("decode_bf16", text(BULK_WAIT, "", 1), "reads; nobody has waited"),
+  "staged anew while a copy reads": Bug("decode_bf16", text(BULK_WAIT, "", 2), "reads; nobody has waited"),
   "maximum over other lanes": Bug(
     "decode_bf16",
     text(r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 1,", r"\1, 4,"),
@@ -364,11 +364,19 @@ def check(bug: Bug, seeds: tuple[int, ...]) -> None:
     run_schedules(subject(bug.subject), call, seeds)
 
 
-def test_a_part_counted_before_its_copies_end_is_noticed():
+@pytest.mark.parametrize(
+  ("which", "words", "seeds"),
+  [
+    pytest.param(0, "reads bytes that block . has written", range(4, 24, 4), id="counted too early"),
+    pytest.param(3, "attention: error|NaN or Inf", (4,), id="counted too early at the end"),
+    pytest.param(1, "reads; nobody has waited", (1,), id="staged anew while a sum is copied"),
+  ],
+)
+def test_a_part_that_does_not_wait_for_copies_is_noticed(which: int, words: str, seeds: Sequence[int]):
   """In some schedules a copy is still under way, and the block that sums the row reads what it has not seen counted."""
-  call = text(BULK_WAIT, "", 2)(recorded("decode_bf16"))
-  with pytest.raises(CAUGHT, match="reads bytes that block . has written"):
-    run_schedules(subject("decode_bf16"), call, range(1, 13))
+  call = text(BULK_WAIT, "", which)(recorded("decode_bf16"))
+  with pytest.raises(CAUGHT, match=words):
+    run_schedules(subject("decode_bf16"), call, seeds)
 
 
 @pytest.mark.parametrize("name", unseen_bugs.BUGS)
