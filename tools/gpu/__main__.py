@@ -36,7 +36,7 @@ The stages of the engine (tools/gpu/engine.py), the most important first:
   full           1,000 tokens in, 1,000 out
   overlap        the offline stage without overlap
   deterministic  the same bits in any batch, and the cost
-  buffers        command buffers under several settings of their updates
+  buffers        command buffers under several settings of their updates; answers under the fastest one
   twin           the same requests through transformers' continuous batching, and through its compiled decode over a
                  static cache; the tool compares the tokens
 

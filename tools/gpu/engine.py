@@ -26,10 +26,11 @@ from tools.workload import read_tokens
 
 BIG, SMALL = "llama3-8b", "llama3.2-1b"
 # XLA's flags by name; the first changes nothing and is the baseline of the others.
+_PROFILED = "skip profiled"
 BUFFERS = {
   "always": "",
+  _PROFILED: "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED",
   "skip temporaries": "--xla_gpu_command_buffer_update_mode=SKIP_TEMP",
-  "skip profiled": "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED",
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
@@ -216,6 +217,8 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
   same += [f"--seconds={sizes.seconds / 4}", "--rounds=2", f"--context={sizes.context}", f"--requests={sizes.some}"]
   same += [f"--compile_cache_dir={programs}", f"--output={scratch / 'deterministic.json'}", *sizes.engine, *sizes.pool]
   same += [f"--batches={sizes.batches[0]}", f"--prompts={sizes.lengths.replace(',', ':')}", "--outputs=16:64"]
+  answers = [sys.executable, "-m", "tools.bench_cloud.device_checks", "answers"]
+  answers += ["--tiny"] if sizes.device == "cpu" else []
   trace = ",trace" if sizes.device == "cuda" else ""  # a CPU has no kernels to trace
   first = decode("decode_8b", 240, f"--parts=decode,alone,sampler{trace}", bundle, "--write_executable_bundle")
   return {
@@ -231,7 +234,11 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
     "full": [offline("full", sizes.full, 180)],
     "overlap": [offline("offline_plain", sizes.lengths, 120, "--overlap=false")],
     "deterministic": [Command("deterministic", tuple(same), 170, kept=scratch / "deterministic.json")],
-    "buffers": [engine(f"buffers_{name}", big, 75, *sizes.pool, *step, flags=flags) for name, flags in BUFFERS.items()],
+    # The small model's steps wait for the host, which updates the buffers.
+    "buffers": [
+      Command("answers_profiled", tuple(answers), 75, BUFFERS[_PROFILED]),
+      *(engine(f"buffers_{name}", small, 60, *sizes.pool, *step, flags=flags) for name, flags in BUFFERS.items()),
+    ],
     "twin": [
       Command("twin_made", (sys.executable, *making), 200),
       Command("twin_sluice", (sys.executable, *bench), 180),
@@ -257,7 +264,7 @@ def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
   if "deterministic" in names:
     found.append((f"--model={BIG}", "--deterministic"))
   if "buffers" in names:
-    found.append((f"--model={BIG}", f"--token_budgets={rows}", f"--max_num_seqs={rows}"))
+    found.append((f"--model={SMALL}", f"--token_budgets={rows}", f"--max_num_seqs={rows}"))
   return found
 
 
@@ -422,6 +429,11 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines.append(_line("deterministic: variants with the same bits", found["same_bits_in_ways"], "d", "", None))
   for row in found.get("work", []):
     lines.append(_line(f"deterministic: {row['work']}, times as long", row["ratio"], ".2f", "", None))
+  found = results.get("answers_profiled", {})
+  if "right" in found:
+    right, asked = sum(found["right"].values()), len(found["right"]) * found["of_each"]
+    what = f"command buffers, {_PROFILED}: right answers of {asked}"
+    lines.append(_line(what, right, "d", "", None))
   for name in BUFFERS:
     for row in results.get(f"buffers_{name}", {}).get("decode", []):
       lines.append(_line(f"command buffers, {name}: ms a step", 1e3 * row["step_s"], ".3f", "", None))

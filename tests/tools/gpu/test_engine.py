@@ -138,6 +138,7 @@ def test_verdicts() -> None:
     "offline_plain": {"offline": {"output_tok_s": 4000.0}},
     "full": _FULL | {"compiles_after_ready": 0},
     "deterministic": {"same_bits_in_ways": 24, "work": [{"work": "decode of 8 at 1024", "ratio": 1.5}]},
+    "answers_profiled": {"right": {"copy": 8, "json": 7}, "of_each": 8},
     "buffers_always": {"decode": [{"step_s": 0.004}]},
     "twin_sluice": {"output_tok_s": 5000.0},
     "twin_static": {"output_tok_s": 2500.0, "agreeing_prefix": 0.5},
@@ -159,6 +160,7 @@ def test_verdicts() -> None:
   assert lines["decode_8b: one request alone, device idle"] == ["2.0%", "<=", "3%", "+"]
   assert lines["deterministic: variants with the same bits"] == ["24"]
   assert lines["deterministic: decode of 8 at 1024, times as long"] == ["1.50"]
+  assert lines["command buffers, skip profiled: right answers of 16"] == ["15"]
   assert lines["command buffers, always: ms a step"] == ["4.000"]
   assert lines["twin static: tokens before a first difference"] == ["50.0%"]
   assert lines["twin static: Sluice over its tokens a second"] == ["2.00", ">=", "1.5", "+"]
