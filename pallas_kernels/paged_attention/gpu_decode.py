@@ -222,7 +222,8 @@ def _decode_kernel(
   num_items = _cdiv(jnp.maximum(sm_starts[sm + 1] - start, 0), pairs)
 
   def item_of(n) -> _Item:
-    return call.item(sm_items[start + n * pairs], items, kv_lens, query_starts)
+    number = jnp.minimum(start + n * pairs, sm_items.shape[0] - 1)  # a pair without items reads another's first one
+    return call.item(sm_items[number], items, kv_lens, query_starts)
 
   def stage_of(tile):
     return pair * stages + lax.rem(tile, _i32(stages))
@@ -416,13 +417,12 @@ def _decode_kernel(
       def _():
         _sum_parts(call, item, row_slots, parts, part_sums, out, staging[0].at[pair])
 
-    @pl.when(num_items > 0)
-    def _():
-      first = item_of(_i32(0))
-      load_queries(first)
-      nothing = first._replace(slot=_i32(-1))
-      _, _, last = lax.fori_loop(0, num_items, run_item, (_i32(0), first, nothing))
-      finish_copies(last)
+    # The loop is not under `pl.when`: there the fp8 kernel spills registers.
+    first = item_of(_i32(0))
+    pl.when(num_items > 0)(functools.partial(load_queries, first))
+    nothing = first._replace(slot=_i32(-1))
+    _, _, last = lax.fori_loop(0, num_items, run_item, (_i32(0), first, nothing))
+    finish_copies(last)
 
     plgpu.wait_smem_to_gmem(0)
     if call.interpreted and plan.max_splits > 1:

@@ -303,7 +303,7 @@ BUGS = (
   (_SPLIT, "a key of the next part", "items[index, 3] * geometry.block_size,",
    "items[index, 3] * geometry.block_size + 1,"),
   (_SPLIT, "an item is left out", "sm_starts[sm + 1] - start, 0)", "sm_starts[sm + 1] - start - 1, 0)"),
-  (_LONG, "items of the first SM", "sm_items[start + n * pairs]", "sm_items[sm_starts[0] + n * pairs]"),
+  (_LONG, "items of the first SM", "jnp.minimum(start + n * pairs", "jnp.minimum(sm_starts[0] + n * pairs"),
   (_LONG, "no more parts than are loaded at once", "_cdiv(splits, at_once)", "_i32(1)"),
   (_SPLIT, "wrong weight of a part", "part * _over_rows(weight,", "part * _over_rows(decay,"),
   (_SPLIT, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
