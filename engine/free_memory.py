@@ -1,5 +1,6 @@
-"""Reads how much memory this process may still allocate. May not allocate any."""
+"""Reads how much memory of the host and of a GPU this process may still allocate. May not allocate any."""
 
+import ctypes
 import pathlib
 
 _MEMINFO = pathlib.Path("/proc/meminfo")
@@ -22,3 +23,29 @@ def read_free_bytes() -> int | None:
   except (OSError, ValueError, LookupError):
     pass
   return max(free, 0)
+
+
+def read_gpu_bytes(ordinal: int) -> tuple[int, int] | None:
+  """Returns the free and all bytes of an NVIDIA GPU, as its driver counts them; None without the driver.
+
+  Args:
+    ordinal: number of the GPU among those that CUDA shows this process.
+  """
+  try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+  except OSError:
+    return None
+  device, context = ctypes.c_int(), ctypes.c_void_p()
+  free, total = ctypes.c_size_t(), ctypes.c_size_t()
+  if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), ordinal):
+    return None
+  if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):  # the one that JAX uses
+    return None
+  try:
+    if cuda.cuCtxPushCurrent_v2(context):
+      return None
+    failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+  finally:
+    cuda.cuDevicePrimaryCtxRelease_v2(device)
+  return None if failed else (free.value, total.value)

@@ -56,9 +56,6 @@ from pallas_kernels import native
 from pallas_kernels.low_rank.api import choose_low_rank
 from pallas_kernels.paged_attention import api as paged_attention
 
-# The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
-# CUDA, its libraries and its graphs need the last 0.05.
-_GPU_MEMORY_SHARE = "0.95"
 _GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX rejects both at once
 _MIB = 2**20
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")  # JAX's packages for accelerators
@@ -568,7 +565,7 @@ def find_devices(count: int) -> list[Any]:
     ConfigError: the machine has fewer, or JAX chose the CPU by itself on a machine with a GPU or a TPU.
   """
   if not any(os.environ.get(name) for name in _GPU_MEMORY_VARIABLES):
-    os.environ[_GPU_MEMORY_VARIABLES[0]] = _GPU_MEMORY_SHARE  # JAX reads it when its GPU backend starts
+    os.environ[_GPU_MEMORY_VARIABLES[0]] = str(kv_cache.GPU_MEMORY_SHARE)  # JAX reads it when its GPU backend starts
   chosen = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
   try:
     found = jax.devices()

@@ -13,12 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from engine.device import mesh as mesh_lib
+from engine.free_memory import read_gpu_bytes
 from models.config import LayerAttention, ModelConfig
 from models.split import ModelSplit
 from pallas_kernels.paged_attention import api
 
 Buffers = tuple[jax.Array, ...]
 _FLOAT32 = jnp.dtype(jnp.float32)
+# The share of a GPU's memory that JAX allocates at start unless the user sets another. JAX's own default of 0.75 leaves
+# a fifth unused; CUDA, its libraries and its graphs need the last 0.05.
+GPU_MEMORY_SHARE = 0.95
 
 
 def bytes_per_block(
@@ -66,6 +70,9 @@ def abstract(
 def free_bytes(mesh: Mesh, step_bytes: int, reserve_share: float = 0.05) -> int | None:
   """Returns the bytes left for KV on all devices together, or None if the backend does not report memory (CPU).
 
+  JAX counts the memory of a GPU only if it has taken all of it at start. With another allocator, as some XLA_FLAGS
+  choose one, the driver's counts stand in.
+
   Args:
     mesh: the devices; the one with the least memory decides for all.
     step_bytes: other memory of a device: temporaries of the largest step program, and the sampler's state.
@@ -73,8 +80,12 @@ def free_bytes(mesh: Mesh, step_bytes: int, reserve_share: float = 0.05) -> int 
   """
   left = []
   for device in mesh.local_devices:  # another host knows its own devices
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    stats = device.memory_stats() or {}
+    limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+    if limit is None and device.platform == "gpu" and (memory := read_gpu_bytes(device.local_hardware_id)):
+      free, total = memory
+      limit, used = GPU_MEMORY_SHARE * total, total - free
+    if limit is None:
       return None
-    left.append(stats["bytes_limit"] * (1 - reserve_share) - stats["bytes_in_use"] - step_bytes)
+    left.append(limit * (1 - reserve_share) - used - step_bytes)
   return max(0, int(min(left))) * mesh.size

@@ -1,15 +1,18 @@
 """Placement by logical axes, and the KV pool's arithmetic."""
 
+import ctypes
 import math
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
+from engine import free_memory
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from models.config import ModelConfig
 from models.registry import abstract
+from pallas_kernels import native
 from tests.device.tiny_model import TINY
 
 
@@ -63,8 +66,10 @@ def test_the_head_axis_is_found_whatever_the_layout():
 
 
 class FakeDevice:
-  def __init__(self, stats):
-    self._stats = stats
+  local_hardware_id = 1
+
+  def __init__(self, stats, platform="cpu"):
+    self._stats, self.platform = stats, platform
 
   def memory_stats(self):
     return self._stats
@@ -80,3 +85,40 @@ def test_free_memory_is_of_the_fullest_device():
   assert kv_cache.free_bytes(mesh, step_bytes=5000) == 0
   mesh.local_devices = [FakeDevice(None)]
   assert kv_cache.free_bytes(mesh, step_bytes=50) is None
+
+
+# A driver with two GPUs, which answers only as CUDA does: initialized, and with the GPU's own context current.
+_DRIVER = """
+static int ready, device = -1; static void *current, *contexts[2] = {&ready, &device};
+int cuInit(unsigned flags) { ready = !flags; return 0; }
+int cuDeviceGet(int *found, int ordinal) { *found = 70 + ordinal; return !ready || ordinal < 0 || ordinal > 1; }
+int cuDevicePrimaryCtxRetain(void **context, int found) { *context = contexts[device = found - 70]; return 0; }
+int cuCtxPushCurrent_v2(void *context) { current = context; return context != contexts[device]; }
+int cuMemGetInfo_v2(size_t *left, size_t *total) {
+  *left = 60000000000 + device; *total = 80000000000; return !current;
+}
+int cuCtxPopCurrent_v2(void **context) { *context = current; current = NULL; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int found) { return found != device + 70; }
+"""
+
+
+def test_the_driver_counts_memory_that_jax_does_not_count(tmp_path, monkeypatch):
+  source, library = tmp_path / "driver.cc", tmp_path / "libcuda.so.1"
+  source.write_text(f'#include <stddef.h>\nextern "C" {{ {_DRIVER} }}')
+  native.compile_library(source, library)
+  real = ctypes.CDLL
+  monkeypatch.setattr(free_memory.ctypes, "CDLL", lambda name: real(str(library)))
+  assert free_memory.read_gpu_bytes(0) == (60_000_000_000, 80_000_000_000)
+  assert free_memory.read_gpu_bytes(1) == (60_000_000_001, 80_000_000_000)
+  assert free_memory.read_gpu_bytes(2) is None, "no such GPU"
+
+  mesh = FakeMesh(1)
+  mesh.local_devices = [FakeDevice(None, "gpu")]
+  # JAX would have taken 76 GB; 20 are used, and a tenth stays free.
+  assert kv_cache.free_bytes(mesh, step_bytes=50, reserve_share=0.1) == int(0.9 * 76e9) - 19_999_999_999 - 50
+
+  def find_no_library(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+  monkeypatch.setattr(free_memory.ctypes, "CDLL", find_no_library)
+  assert free_memory.read_gpu_bytes(0) is None and kv_cache.free_bytes(mesh, step_bytes=50) is None
