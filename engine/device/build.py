@@ -7,6 +7,7 @@ or the model before it allocates memory for them.
 from collections.abc import Callable
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import os
 import time
@@ -42,6 +43,7 @@ from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
 from engine.device.pooling import choose_pooling
 from engine.device.programs import Program, ProgramSpec, adapter_shardings, all_programs, step_program
 from engine.device.runner import Making, ModelRunner, Progress
+from engine.device.stored_programs import open_stored_programs
 from engine.device.weights import LoadedModel, open_checkpoint
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
@@ -400,6 +402,7 @@ def build_side(
       max_loras=options.max_loras if options.enable_lora else 0,
       max_lora_rank=rank,
       low_rank=low_rank,
+      weight_form=hashlib.sha256(repr(checkpoint.form).encode()).hexdigest(),
     )
 
   longest, length_reason = fit_to_attention(
@@ -475,7 +478,7 @@ def build_side(
     **_describe_head(model),
     **{declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)},
   )
-  chosen, make = spec(pool.num_blocks, max_model_len), Program.compile
+  chosen, make, stored = spec(pool.num_blocks, max_model_len), Program.compile, None
   if source is not None:
     if options.enable_embeddings:
       raise ConfigError(
@@ -484,6 +487,8 @@ def build_side(
       )
     source.begin(chosen, ladder.rungs())
     make = source.executable
+  elif draft is None and (stored := open_stored_programs(options.compile_cache_dir, chosen, ladder.rungs())):
+    make = stored.executable
   programs = all_programs(chosen, ladder.rungs())
   draft_spec = None
   if draft is not None:
@@ -502,6 +507,8 @@ def build_side(
     loaded, load_s = before or load()
     draft_leaves = () if draft is None else tuple(jax.tree.leaves(draft.checkpoint.load().params))
     made = making.wait(progress)
+  if stored is not None:
+    stored.keep()
   report_fact(ProgramsMadeFact(count=len(programs), num_compiled=making.num_compiled))
   leaves = tuple(jax.tree.leaves(loaded.params))
   weights = dict(zip(checkpoint.kept, leaves, strict=True)).get("score.weight")

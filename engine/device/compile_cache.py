@@ -1,4 +1,4 @@
-"""Owns JAX's folder of compiled programs and keeps its entries whole. No other module may write to it.
+"""Owns JAX's folder of compiled programs and keeps its entries whole. Besides, only stored_programs.py writes to it.
 
 A user who can write to the folder can run code in the server, because JAX loads programs unchecked. JAX writes entries
 in place and never over an old one, so an entry that a kill or a full disk truncated would stay forever. Therefore this
@@ -18,7 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from engine.errors import ConfigError
 
-_SUFFIX = "-cache"  # suffix of JAX's entries
+SUFFIX = "-cache"  # suffix of JAX's entries
+INDEX_SUFFIX = ".programs.json"  # of the files of stored_programs.py
 # XLA:GPU stores the fastest algorithm of each matmul there, so that later programs need not time it again.
 _AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _STAMP = ".looked-through"
@@ -37,7 +38,9 @@ def use_compile_cache(folder: str) -> str:
   path = pathlib.Path(folder)
   try:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    refuse_writers(path, (*path.glob(f"*{_SUFFIX}"), *path.glob(_AUTOTUNED)), "compile_cache_dir")
+    refuse_writers(
+      path, (*path.glob(f"*{SUFFIX}"), *path.glob(f"*{INDEX_SUFFIX}"), *path.glob(_AUTOTUNED)), "compile_cache_dir"
+    )
   except OSError as error:
     raise ConfigError(
       f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a writable folder, or "
@@ -58,7 +61,7 @@ def use_compile_cache(folder: str) -> str:
 
 def has_cached_programs(folder: str) -> bool:
   """Returns whether the folder holds any program; False for ""."""
-  return bool(folder) and any(pathlib.Path(folder).glob(f"*{_SUFFIX}"))
+  return bool(folder) and any(pathlib.Path(folder).glob(f"*{SUFFIX}"))
 
 
 def refuse_writers(folder: pathlib.Path, files: Iterable[pathlib.Path], setting: str) -> None:
@@ -89,7 +92,7 @@ def check_cached_programs(folder: str) -> None:
   with contextlib.suppress(OSError):
     stamp = path / _STAMP
     since = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    for entry in path.glob(f"*{_SUFFIX}"):
+    for entry in path.glob(f"*{SUFFIX}"):
       if entry.stat().st_mtime_ns >= since and not _is_whole(entry.read_bytes()):
         entry.unlink()
     stamp.touch(mode=0o600)

@@ -108,6 +108,7 @@ class ProgramSpec:
     max_loras: slots for adapters; 0: none.
     max_lora_rank: rank of a slot.
     low_rank: name of the implementation (pallas_kernels.low_rank.api).
+    weight_form: digest of models.weight_form.WeightForm, since `params` have only sizes.
   """
 
   mesh: Mesh
@@ -131,6 +132,7 @@ class ProgramSpec:
   max_loras: int = 0
   max_lora_rank: int = 0
   low_rank: str = "reference"
+  weight_form: str = ""
 
   @property
   def platform(self) -> str:

@@ -71,6 +71,7 @@ class Checkpoint:
     kept: those leaves by parameter name, in the tree's order.
     stored_dtypes: JAX names of the weights' dtypes in the folder, sorted; () for random weights.
     num_parameters: number of parameters of the plain model.
+    form: representation of the weights in memory.
     label: what a folder of low-precision weights holds; "" for another.
     is_requantizable: whether all its matrices become plain ones, which may take any other form.
     has_codes: whether it holds matrices of codes by group, which only the packed matmul multiplies as they are.
@@ -84,6 +85,7 @@ class Checkpoint:
   stored_dtypes: tuple[str, ...]
   num_parameters: int
   load: Callable[..., LoadedModel]
+  form: WeightForm
   label: str = ""
   is_requantizable: bool = True
   has_codes: bool = False
@@ -169,7 +171,7 @@ def open_checkpoint(
   narrow: frozenset[str] = frozenset()
   if form.packed and not is_shared and dtype == jnp.float32:
     narrow = _bfloat16_matrices(stored, config, form)
-    form = dataclasses.replace(form, forms=(*form.forms, *((name, BFLOAT16_MATRIX) for name in narrow)))
+    form = dataclasses.replace(form, forms=(*form.forms, *((name, BFLOAT16_MATRIX) for name in sorted(narrow))))
   whole = abstract(config, dtype)[1]
   plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(whole)}
   share = whole if split.share == config else abstract(split.share, dtype)[1]  # each takes a tenth of a second
@@ -252,6 +254,7 @@ def open_checkpoint(
     tuple(sorted(stored_dtypes)),
     num_parameters,
     load,
+    form,
     label="" if source is None else source.label,
     is_requantizable=source is None or not source.forms,
     has_codes=source is not None and any(own.kind == "grouped" for own in source.forms.values()),

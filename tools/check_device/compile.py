@@ -18,8 +18,8 @@ from engine.batch import MAX_DRAFTS
 from engine.device import draft_programs
 from engine.device import programs as device_programs
 from engine.device.programs import Program, ProgramSpec
+from engine.device.restore import NotRestored, to_bytes
 from engine.shapes import ShapeLadder, StepShape
-from extensions.executable_bundle.restore import NotRestored, to_bytes
 from tools.check_device import facts, programs, swizzles, targets
 from tools.ptx_emulator.executable import find_misaligned, read_executable
 

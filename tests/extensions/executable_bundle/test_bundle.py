@@ -12,16 +12,17 @@ import pytest
 
 from engine.device import build as build_lib
 from engine.device import kv_cache
+from engine.device import made_for as made_for_lib
 from engine.device.build import Built, build_engine
 from engine.device.mesh import make_mesh, replicated
 from engine.device.options import BuildOptions
 from engine.device.programs import Program
+from engine.device.restore import NotRestored, restore_program
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from extensions.executable_bundle import bundle as bundle_lib
 from extensions.executable_bundle.bundle import Bundle
-from extensions.executable_bundle.restore import NotRestored, restore_program
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
 
@@ -137,7 +138,7 @@ def test_made_with_other_compiler_options(model, written, monkeypatch):
     raise Judged(make.__self__._reasons)
 
   monkeypatch.setattr(build_lib, "Making", judge)
-  monkeypatch.setattr(bundle_lib, "step_options", lambda spec: {"xla_backend_optimization_level": 3})
+  monkeypatch.setattr(made_for_lib, "step_options", lambda spec: {"xla_backend_optimization_level": 3})
   with pytest.raises(Judged) as judged:
     start(model, written[0])
   assert "was made for compiler options {" in str(judged.value) and '_level": 3}' in str(judged.value)
@@ -357,14 +358,14 @@ def test_every_static_number_of_a_program_is_compared(model, written):
   """A field added to ProgramSpec is in the manifest, or shown here to follow from what is."""
   built, _, _ = start(model, written[0])
   spec = built.runner.spec
-  found = bundle_lib.made_for(spec, tuple(built.runner.steps))
+  found = made_for_lib.made_for(spec, tuple(built.runner.steps))
   follows = {"mesh", "model", "graphdef", "params_tree", "params", "kv"}
   assert {field.name for field in dataclasses.fields(spec)} - follows <= set(found)
   assert json.loads((written[0] / "manifest.json").read_text())["made_for"] == found
   environment = {"XLA_FLAGS": "--xla_dump_to=/tmp --xla_cpu_enable_fast_math=true"}
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XLA_FLAGS", environment["XLA_FLAGS"])
-    assert bundle_lib.made_for(spec, tuple(built.runner.steps))["XLA flags"] == ["--xla_cpu_enable_fast_math=true"]
+    assert made_for_lib.made_for(spec, tuple(built.runner.steps))["XLA flags"] == ["--xla_cpu_enable_fast_math=true"]
 
 
 def test_where_memory_sizes_the_pool_the_bundle_decides(model, tmp_path, monkeypatch):
