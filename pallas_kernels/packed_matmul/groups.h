@@ -370,8 +370,10 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
                    float (*y)[kColumns], uint16_t* supers, bool expands, Ahead& state) {
   Ahead ahead = state;
   constexpr int64_t kStep = step_inputs(kBits), kBytes = kStep * kColumns * kBits / 8;
-  constexpr int64_t kNear = 3 << 10, kFar = kBits == 8 ? 0 : 8 << 10;
-  constexpr int kLevel = kBits == 8 ? 2 : 3;  // docs/decisions/packed-matmul.md, 2026-11-26
+  // docs/decisions/packed-matmul.md, 2026-11-26 and 27. Of 8 bits, float scales are mostly those of whole outputs.
+  constexpr bool kWhole = kBits == 8 && sizeof(S) == 4;
+  constexpr int64_t kNear = 3 << 10, kFar = kWhole ? 0 : 8 << 10;
+  constexpr int kLevel = kWhole ? 2 : 3;
   const auto* values = rows.values;
   Vec sums[R][V];
 #pragma GCC unroll 16
