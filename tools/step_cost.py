@@ -83,12 +83,13 @@ def measure_loads(rows: int, context: int, heads: int, kv_heads: int, head_dim: 
   """Returns the blocks of keys that the plan gives each SM of an H100 or H200 (plan.py); padding counts as one."""
   rung = max(8, 1 << (rows - 1).bit_length())
   geometry = Geometry(rung, rung, -(-context // _BLOCK), _BLOCK, heads, kv_heads, head_dim)
-  plan = make_plan(geometry, tuning_for(_KIND, head_dim, _BLOCK).split_tokens, _SMS)
+  tuning = tuning_for(_KIND, head_dim, _BLOCK)
+  plan = make_plan(geometry, tuning.split_tokens, _SMS, tuning.decode_ctas_per_sm)
   lens, starts = np.zeros(rung, np.int32), np.minimum(np.arange(rung + 1), rows).astype(np.int32)
   lens[:rows] = context
   pieces = plan.split(plan.make_work(starts, lens))
-  items = pieces["decode_items"][pieces["sm_items"][: pieces["sm_starts"][-1]] // kv_heads]
-  sm = np.repeat(np.arange(_SMS), np.diff(pieces["sm_starts"]))
+  items = pieces["decode_items"][: pieces["worker_starts"][-1]]
+  sm = np.repeat(np.arange(plan.num_workers) % _SMS, np.diff(pieces["worker_starts"]))
   return np.bincount(sm, np.maximum(items[:, 3] - items[:, 2], 1), _SMS)
 
 

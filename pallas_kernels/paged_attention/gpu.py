@@ -31,7 +31,7 @@ def kv_shape(
 def make_plan(geometry: Geometry, device_kind: str) -> Plan:
   """Returns the layout of the work lists that the host fills for every step of a rung."""
   tuning = tuning_for(device_kind, geometry.head_dim, geometry.block_size)
-  return plans.make_plan(geometry, tuning.split_tokens, count_sms(device_kind))
+  return plans.make_plan(geometry, tuning.split_tokens, count_sms(device_kind), tuning.decode_ctas_per_sm)
 
 
 # Jitted separately, so that a program lowers the layer and compiles its kernels once, not once a layer: every lowering

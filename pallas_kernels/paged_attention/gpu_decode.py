@@ -3,7 +3,7 @@
 A work item is one part of one row for one KV head (Flash-Decoding, split KV: https://pytorch.org/blog/flash-decoding).
 A producer warpgroup copies its pages by TMA into a ring of stages. A compute warpgroup multiplies them with the row's
 queries under an online softmax (FlashAttention, arXiv:2205.14135); the G heads of a group are rows of one 64-row tile
-(GQA, arXiv:2305.13245). The list of (row, split) pairs arrives as data, see plan.py.
+(GQA, arXiv:2305.13245). The list of parts arrives as data, see plan.py.
 
 Pages of fp8 travel as they are. The compute warpgroup widens each tile to bf16 in shared memory before it multiplies,
 because Hopper's fp8 products would need values transposed and queries and weights rounded to 4 bits.
@@ -93,15 +93,17 @@ class _Row(NamedTuple):
 
 
 class _Item(NamedTuple):
-  """One split of queries of a row, for one KV head; scalars.
+  """One part of the keys of a row's queries, for one KV head; scalars.
 
   Attributes:
+    number: of the item in plan.py's `decode_items`.
     row, head: of the item.
     slot: slot of the partial result; negative if there is one part.
-    low, high: positions of the split; its tiles begin at `low`.
+    low, high: positions of the part; its tiles begin at `low`.
     tiles: number of tiles.
   """
 
+  number: Any
   row: _Row
   slot: Any
   head: Any
@@ -151,18 +153,18 @@ class _Call:
     return _Row(index, begin, count, position + count, position)
 
   def item(self, number, items, kv_lens, query_starts) -> _Item:
-    """Returns work item `number` of plan.py's `sm_items`."""
+    """Returns work item `number` of plan.py's `decode_items`."""
     geometry = self.plan.geometry
-    index, head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))
-    row, slot = self.row(items[index, 0], items[index, 4], kv_lens, query_starts), items[index, 1]
-    low = items[index, 2] * geometry.block_size
-    high = jnp.minimum(items[index, 3] * geometry.block_size, row.length)
+    row = self.row(items[number, 0], items[number, 4], kv_lens, query_starts)
+    head, slot = items[number, 1], items[number, 5]
+    low = items[number, 2] * geometry.block_size
+    high = jnp.minimum(items[number, 3] * geometry.block_size, row.length)
     if geometry.sliding_window is not None and geometry.block_size > _KEYS:
       first_seen = jnp.maximum(row.position - (geometry.sliding_window - 1), 0)
       low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # skips the part of a page that no query sees
     # A row that is shorter than planned may leave its last part without keys, and padding has none: then one tile, in
     # which all are masked.
-    return _Item(row, slot, head, low, high, jnp.maximum(_cdiv(high - low, _KEYS), 1))
+    return _Item(number, row, slot, head, low, high, jnp.maximum(_cdiv(high - low, _KEYS), 1))
 
 
 def _count_part(counter, count_before) -> None:
@@ -190,9 +192,7 @@ def _count_part(counter, count_before) -> None:
   inlined(counter, count_before)
 
 
-def _decode_kernel(
-  call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_starts, sm_items, row_slots, finished, *refs
-):
+def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, worker_starts, finished, *refs):
   """See `decode`. The grid is the SMs; an SM holds pairs of a compute and a producer warpgroup.
 
   Two pairs share a thread block: while one multiplies or finishes an item, the other's copies keep the memory busy. Two
@@ -204,26 +204,26 @@ def _decode_kernel(
   plan, geometry, stages = call.plan, call.plan.geometry, call.tuning.decode_stages
   group, size, page = geometry.group, geometry.head_dim, geometry.block_size
   out, *refs = refs
-  if plan.max_splits > 1:
+  if plan.max_slots:
     parts, part_sums, *refs = refs
   q_views, k_ring, v_ring, wide_tiles, staging, weight_buffers, counts_before, *barriers = refs
   q_ready, k_ready, v_ready, k_free, v_free, pairs_done = barriers
 
-  warpgroup, pairs = lax.axis_index("warpgroup"), call.tuning.decode_ctas_per_sm
+  warpgroup, pairs = lax.axis_index("warpgroup"), plan.pairs
   pair = lax.rem(warpgroup, _i32(pairs))
   # The queries, [slab of columns, row, column]: one view for TMA, which may start at any row, and one for wgmma. Both
   # have the same bytes, because 64 columns are one tile wide.
   q_lines, q_tiles, q_ready = q_views[0].at[pair], q_views[-1].at[pair], q_ready.at[pair]
   slabs = [(slab, pl.ds(slab * _COLUMNS, _COLUMNS)) for slab in range(size // _COLUMNS)]
-  # The pairs take the items of their SM in turns. A pair knows its items from the start, so its producer can run ahead
-  # across them.
+  # A pair knows its items from the start, so its producer can run ahead across them.
   sm = lax.axis_index("sm")
-  start = sm_starts[sm] + pair
-  num_items = _cdiv(jnp.maximum(sm_starts[sm + 1] - start, 0), pairs)
+  worker = pair * plan.num_sms + sm
+  start = worker_starts[worker]
+  num_items = worker_starts[worker + 1] - start
 
   def item_of(n) -> _Item:
-    number = jnp.minimum(start + n * pairs, sm_items.shape[0] - 1)  # a pair without items reads another's first one
-    return call.item(sm_items[number], items, kv_lens, query_starts)
+    number = jnp.minimum(start + n, items.shape[0] - 1)  # a pair without items reads another's first one
+    return call.item(number, items, kv_lens, query_starts)
 
   def stage_of(tile):
     return pair * stages + lax.rem(tile, _i32(stages))
@@ -383,11 +383,11 @@ def _decode_kernel(
           @pl.loop(0, _cdiv(item.row.count * group, 8))
           def _(chunk, columns=columns):
             rows = pl.ds(chunk * 8, 8)
-            plgpu.copy_smem_to_gmem(part.at[rows], parts.at[item.slot, item.head, rows, columns])
+            plgpu.copy_smem_to_gmem(part.at[rows], parts.at[item.slot, rows, columns])
 
-        plgpu.copy_smem_to_gmem(part_sum, part_sums.at[item.slot, item.head])
+        plgpu.copy_smem_to_gmem(part_sum, part_sums.at[item.slot])
 
-      if plan.max_splits == 1:
+      if not plan.max_slots:
         write_out()
       else:
         pl.when(item.slot < 0)(write_out)
@@ -396,7 +396,7 @@ def _decode_kernel(
 
     def finish_copies(item):
       """Waits until the staging of an item is free. Counts its part, whose copies have ended during the next item."""
-      if plan.max_splits == 1 or call.interpreted:
+      if not plan.max_slots or call.interpreted:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return
       plgpu.wait_smem_to_gmem(0)
@@ -405,6 +405,7 @@ def _decode_kernel(
 
     def finish_part(item):
       """Counts a part whose copies have ended, and sums the row's parts if it is the last one."""
+      count = items[item.number, 7]
       counter = finished.at[item.head, item.row.begin]
       if call.interpreted:
         before = counter[...]
@@ -413,9 +414,9 @@ def _decode_kernel(
         _count_part(counter, counts_before.at[pair])
         before = counts_before[pair]
 
-      @pl.when(before + 1 == row_slots[item.row.index + 1] - row_slots[item.row.index])
+      @pl.when(before + 1 == count)
       def _():
-        _sum_parts(call, item, row_slots, parts, part_sums, out, staging[0].at[pair])
+        _sum_parts(call, item, items[item.number, 6], count, parts, part_sums, out, staging[0].at[pair])
 
     # The loop is not under `pl.when`: there the fp8 kernel spills registers.
     first = item_of(_i32(0))
@@ -425,7 +426,7 @@ def _decode_kernel(
     finish_copies(last)
 
     plgpu.wait_smem_to_gmem(0)
-    if call.interpreted and plan.max_splits > 1:
+    if call.interpreted and plan.max_slots:
       # The interpreter has no atomic addition. So one warpgroup counts all parts of the block, when all have ended.
       plgpu.barrier_arrive(pairs_done)
 
@@ -433,11 +434,13 @@ def _decode_kernel(
       def _():
         plgpu.barrier_wait(pairs_done)
 
-        @pl.loop(sm_starts[sm], sm_starts[sm + 1])
-        def _(n):
-          item = call.item(sm_items[n], items, kv_lens, query_starts)
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of the item before
-          pl.when(item.slot >= 0)(functools.partial(finish_part, item))
+        for other in range(pairs):
+
+          @pl.loop(worker_starts[other * plan.num_sms + sm], worker_starts[other * plan.num_sms + sm + 1])
+          def _(n):
+            item = call.item(n, items, kv_lens, query_starts)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of the item before
+            pl.when(item.slot >= 0)(functools.partial(finish_part, item))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -493,12 +496,10 @@ def _add_values(call: _Call, acc, weights, values, weight_buffers, pair) -> Any:
   return acc + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
 
 
-def _sum_parts(call: _Call, item: _Item, row_slots, parts, part_sums, out, staging) -> None:
+def _sum_parts(call: _Call, item: _Item, first_slot, count, parts, part_sums, out, staging) -> None:
   """Sums the partial results of an item's row for its KV head, in order, and starts the copies of the result."""
   group, size, row, head = call.plan.geometry.group, call.plan.geometry.head_dim, item.row, item.head
-  first_slot = row_slots[row.index]
-  splits = row_slots[row.index + 1] - first_slot
-  at_once = min(4, call.plan.max_splits)  # loads in flight
+  at_once = min(4, call.plan.max_parts)  # loads in flight
 
   @pl.loop(0, _cdiv(row.count * group, 8))
   def _(chunk):
@@ -507,11 +508,11 @@ def _sum_parts(call: _Call, item: _Item, row_slots, parts, part_sums, out, stagi
     def add(i, carry):
       loaded = []
       for j in range(at_once):
-        split = i * at_once + j
-        slot = first_slot + jnp.minimum(split, splits - 1)
-        part_sum = plgpu.load(part_sums.at[slot, head, rows], layout=_CHUNK.reduce(1), optimized=False)
-        part = plgpu.load(parts.at[slot, head, rows], layout=_CHUNK, optimized=False)
-        loaded.append((jnp.where(split < splits, part_sum, _FLOOR), part))
+        number = i * at_once + j
+        slot = first_slot + jnp.minimum(number, count - 1)
+        part_sum = plgpu.load(part_sums.at[slot, rows], layout=_CHUNK.reduce(1), optimized=False)
+        part = plgpu.load(parts.at[slot, rows], layout=_CHUNK, optimized=False)
+        loaded.append((jnp.where(number < count, part_sum, _FLOOR), part))
       acc, peak, total = carry
       for part_sum, part in loaded:
         new_peak = jnp.maximum(peak, part_sum)
@@ -526,7 +527,7 @@ def _sum_parts(call: _Call, item: _Item, row_slots, parts, part_sums, out, stagi
       plgpu.layout_cast(jnp.full((8,), _FLOOR, jnp.float32), _CHUNK.reduce(1)),
       plgpu.layout_cast(jnp.zeros((8,), jnp.float32), _CHUNK.reduce(1)),
     )
-    acc, _, total = lax.fori_loop(0, _cdiv(splits, at_once), add, nothing)
+    acc, _, total = lax.fori_loop(0, _cdiv(count, at_once), add, nothing)
     staging[rows] = (acc / _over_rows(total, size, _CHUNK)).astype(jnp.bfloat16)
 
   plgpu.commit_smem()
@@ -571,16 +572,16 @@ def decode(
   """
   geometry = plan.geometry
   call = _Call(plan, scale, soft_cap, tuning, interpret is not None, kv.dtype == BYTES)
-  split, heads, size = plan.max_splits > 1, geometry.num_kv_heads, geometry.head_dim
-  pairs, stages = tuning.decode_ctas_per_sm, tuning.decode_ctas_per_sm * tuning.decode_stages
+  split, size = plan.max_slots > 0, geometry.head_dim
+  pairs, stages = plan.pairs, plan.pairs * tuning.decode_stages
   smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
   staging, parts = [smem((pairs, _ROWS, size))], []
   if split:
     staging.append(plgpu.SMEM((pairs, _ROWS, _PART_COLUMNS), jnp.float32, transforms=_TILED_F32))
     staging.append(plgpu.SMEM((pairs, _ROWS), jnp.float32))
     parts = [
-      jax.ShapeDtypeStruct((plan.max_slots, heads, plan.part_rows, size), jnp.float32),
-      jax.ShapeDtypeStruct((plan.max_slots, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
+      jax.ShapeDtypeStruct((plan.max_slots, plan.part_rows, size), jnp.float32),
+      jax.ShapeDtypeStruct((plan.max_slots, _ROWS), jnp.float32),  # log2 of the sums of weights
     ]
   q_shape = pairs, size // _COLUMNS, _ROWS, _COLUMNS
   q_views = [smem(q_shape, transforms=_TILED)]  # the only one the interpreter needs: it tiles nothing, has no unions
@@ -614,7 +615,6 @@ def decode(
     interpret=interpret,
   )(
     *(q, kv, block_tables, kv_lens, query_starts),
-    *(pieces["decode_items"], pieces["sm_starts"], pieces["sm_items"], pieces["row_slots"]),
-    *(jax.new_ref(finished), *outputs),
+    *(pieces["decode_items"], pieces["worker_starts"], jax.new_ref(finished), *outputs),
   )
   return results[0] if out is None else jax.freeze(outputs[0])

@@ -7,12 +7,14 @@ Flash-Decoding, https://pytorch.org/blog/flash-decoding). Other rows go to the p
 rung of no more tokens than rows is for decodes, and an empty launch costs it time, so it has no prefill kernel. There,
 the decode kernel takes longer rows in items of 64 (query, head of the group) pairs.
 
-A row's own length and the rung decide where the plan splits it, and the kernel sums its parts in order. So the bits of
-its result do not depend on the other rows. The assignment of parts to SMs does: longest processing time first (R. L.
-Graham, 1969).
+The plan of a decode lays the tiles of keys of all (row, KV head) pairs on one line and cuts it into equal shares, one a
+worker (Stream-K, arXiv:2301.03598; for attention: LeanAttention, arXiv:2405.10480). A worker is a pair of warpgroups;
+an SM has two. So a worker has whole rows and at most two parts of rows, whatever their lengths. Each part costs as much
+as another tile. The plan cuts no row where whole rows are balanced within two tiles.
 
-The balance of a step's decode is the mean number of blocks that SMs read, over the largest. A row that alone could keep
-all SMs busy has parts of at most one SM's share. Every split row ends in parts that halve, which even out the loads.
+The kernel sums a row's parts in order, so no result depends on timing. The other rows decide where a row is cut, and so
+the last bits of its result; invariant rungs send all rows to the prefill kernel, which splits none.
+
 Prefill items are not split. The longest come first, and SMs take them back and forth, so that loads differ by at most
 the longest item.
 """
@@ -30,11 +32,13 @@ _DECODE_QUERIES = 4  # most queries of a decode row: memory still bounds the ker
 # and Mosaic GPU refuses to launch a kernel with an argument that is not at a multiple of 256 (`kExpectedHbmAlignment`).
 ALIGNMENT = 64
 _TILE_KEYS = 64  # keys a tile of the decode kernel; parts begin at whole tiles
-_TURNS_SHARE = 16  # SMs take items in turns if an SM's share is at least this many of the longest items, see _deal
+_PART_TILES = 1  # tiles of keys that a part costs more, whatever its length: 1.46 us beside 1.52 a tile on an H100
+_SLACK_TILES = 2  # a worker may have as many tiles above its share before the plan cuts rows
+_SHORTEST_SHARE = 16  # a cut leaves at least a sixteenth of a share on each side
+_SHARES_OF_ONE_PAIR = 4  # an SM with as many least shares or less leaves its other pair idle: fewer parts to sum
 # The most tokens of a rung without the prefill kernel. That has 128 pairs an item, so it reads keys half as often; with
 # 256 tokens, groups of 4 and 8 KV heads it has 64 items, which leave half of 132 SMs idle, and the decode kernel 128.
 _MOST_TOKENS_WITHOUT_PREFILL = 256
-_HALVINGS = 4  # halvings of a row's remainder: its smallest part is about 20 times smaller than a whole part
 
 
 def place_arrays(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
@@ -78,30 +82,35 @@ class Geometry:
     return self.num_heads // self.num_kv_heads
 
 
+# Of each part, in the order of workers: its unit (an item of one KV head), first tile and last tile + 1 in it; and the
+# number of parts of each worker.
+_Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """The layout of a rung's work list.
 
-  The array, int32[size] at a multiple of ALIGNMENT, has seven pieces:
-    decode_items [max_decode_items, 5]: row, slot of the partial result (-1: there is one part), first block and last
-      block + 1 of the row's table, first token. Each item is work for every KV head. Row -1 is padding, which the
-      kernel fills with zeros.
-    sm_starts [num_sms + 1]: SM i works on sm_items[sm_starts[i]:sm_starts[i + 1]].
-    sm_items [max_decode_items * K]: decode item * K + KV head; longest first in each SM's list.
-    row_slots [S + 1]: the partial results of row r are at row_slots[r]:row_slots[r + 1], in order; none if not split.
+  The array, int32[size] at a multiple of ALIGNMENT, has four pieces:
+    decode_items [max_decode_items, 8]: row, KV head, first block and last block + 1 of the row's table, first token.
+      Then slot of the partial result, and first slot and number of parts of the row and head. Slot -1 is for a row of
+      one part, and row -1 is padding, which the kernel fills with zeros.
+    worker_starts [num_workers + 1]: worker i works on decode_items[worker_starts[i]:worker_starts[i + 1]], which are
+      neighbors on the line. Worker p * num_sms + s is pair p of SM s.
     prefill_items [max_prefill_items, 2]: (row, first token); row -1 is padding, which the kernel fills with zeros.
     prefill_count [1]: the number of prefill items.
   Every token of the step is in exactly one decode row, prefill item or padding item. Without the prefill kernel, there
   is no prefill item, and decode items have `item_queries` tokens of a longer row or of padding.
 
-  Partial results take `partial_bytes` of the device. The plan allocates rows * max_splits * K of them, and max_splits
-  is at most num_sms / K + 5. For 8 KV heads of 128, groups of 4 and 132 SMs that is 1.4 MiB a row.
+  Partial results take `partial_bytes` of the device: the plan cuts at most num_workers - 1 times, and each cut gives at
+  most two parts.
 
   Attributes:
     geometry: of the rung.
-    split_blocks: least blocks of a part, 1 or more, except at a row's end. The plan does not split shorter rows.
+    split_blocks: least blocks of a worker's share, 1 or more.
     decode_queries: the decode kernel takes rows of 1 to this many queries, the prefill kernel all others. 0: no rows.
     num_sms: SMs of the device, or of its part that the two attention kernels use.
+    pairs: pairs of warpgroups of the decode kernel on an SM.
     has_prefill: whether the rung has the prefill kernel; without it, the decode kernel takes all rows.
   """
 
@@ -109,22 +118,44 @@ class Plan:
   split_blocks: int
   decode_queries: int = 4
   num_sms: int = 132
+  pairs: int = 2
   has_prefill: bool = True
 
-  @cached_property
-  def max_splits(self) -> int:
-    """The most parts of one row; 1: no row is ever split."""
-    return self._parts.shape[1]
+  @property
+  def num_workers(self) -> int:
+    """Pairs of warpgroups of the decode kernel on all SMs."""
+    return self.num_sms * self.pairs
+
+  @property
+  def _quantum(self) -> int:
+    """Blocks of a tile of keys, or 1 if a block is longer; the plan cuts at multiples of it, and calls it a tile."""
+    return max(1, _TILE_KEYS // self.geometry.block_size)
+
+  @property
+  def _least(self) -> int:
+    """The least tiles of a worker's share."""
+    return -(-self.split_blocks // self._quantum)
+
+  @property
+  def _shortest(self) -> int:
+    """The least tiles of a part."""
+    return max(1, self._least // 4)
+
+  @property
+  def max_parts(self) -> int:
+    """The most parts of a row and head; 1: no row is ever cut."""
+    return max(1, min(self.num_workers, -(-self.geometry.table_width // self._quantum) // self._shortest))
 
   @property
   def max_slots(self) -> int:
-    """The number of slots for partial results."""
-    return self.geometry.rows * self.max_splits
+    """The number of slots for partial results, each of a KV head."""
+    return 2 * (self.num_workers - 1) if self.max_parts > 1 else 0
 
   @property
   def max_decode_items(self) -> int:
-    """The most decode items: parts, and without the prefill kernel tiles of longer rows and of padding."""
-    return self.max_slots + (0 if self.has_prefill else self._most_tiles(self.item_queries))
+    """The most decode items: rows, without the prefill kernel tiles of longer rows and of padding, and a part a cut."""
+    whole = self.geometry.rows + (0 if self.has_prefill else self._most_tiles(self.item_queries))
+    return whole * self.geometry.num_kv_heads + self.num_workers - 1
 
   @property
   def item_queries(self) -> int:
@@ -143,11 +174,8 @@ class Plan:
 
   @property
   def partial_bytes(self) -> int:
-    """Bytes of all partial results: f32[slots, K, part_rows, H], and f32[slots, K, 64] for the sums of weights."""
-    if self.max_splits == 1 or not self.decode_queries:
-      return 0
-    values = self.part_rows * self.geometry.head_dim + _DECODE_ROWS
-    return self.max_slots * self.geometry.num_kv_heads * values * 4
+    """Bytes of all partial results: f32[slots, part_rows, H], and f32[slots, 64] for the sums of weights."""
+    return self.max_slots * (self.part_rows * self.geometry.head_dim + _DECODE_ROWS) * 4 if self.decode_queries else 0
 
   @property
   def tile_tokens(self) -> int:
@@ -168,10 +196,8 @@ class Plan:
   def _placed(self) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     return place_arrays(
       {
-        "decode_items": (self.max_decode_items, 5),
-        "sm_starts": (self.num_sms + 1,),
-        "sm_items": (self.max_decode_items * self.geometry.num_kv_heads,),
-        "row_slots": (self.geometry.rows + 1,),
+        "decode_items": (self.max_decode_items, 8),
+        "worker_starts": (self.num_workers + 1,),
         "prefill_items": (self.max_prefill_items, 2),
         "prefill_count": (1,),
       }
@@ -194,33 +220,6 @@ class Plan:
       found[name] = array[offset : offset + math.prod(shape)].reshape(shape)
     return found
 
-  @cached_property
-  def _parts(self) -> np.ndarray:
-    """int64[B + 1, max_splits]: blocks of each part, by the number of blocks that a row's queries see; then zeros.
-
-    A whole part has the blocks that one SM reads if the row is alone, and at least `split_blocks`. The remainder, half
-    to one and a half whole parts, is halved repeatedly.
-    """
-    blocks = np.arange(self.geometry.table_width + 1)
-    quantum = max(1, _TILE_KEYS // self.geometry.block_size)  # blocks
-    units = -(-blocks // quantum)
-    least = -(-self.split_blocks // quantum)
-    whole = np.maximum(least, -(-units * self.geometry.num_kv_heads // self.num_sms))
-    count = np.where(units < least, 0, np.maximum(units - whole // 2, 0) // whole)
-    left = units - count * whole
-    ends = []
-    for _ in range(_HALVINGS):
-      half = np.where(units < least, left, (left + 1) // 2)
-      ends.append(half)
-      left = left - half
-    ends = np.stack([*ends, left, np.zeros_like(left)], axis=1)  # non-increasing
-    at = np.arange(count.max() + _HALVINGS + 1)[None, :]
-    behind = np.take_along_axis(ends, np.clip(at - count[:, None], 0, _HALVINGS + 1), axis=1)
-    parts = np.where(at < count[:, None], whole[:, None], behind)
-    until = np.minimum(np.cumsum(parts * quantum, axis=1), blocks[:, None])  # the last tile may have fewer blocks
-    parts = np.diff(until, axis=1, prepend=0)
-    return parts[:, : max(1, (parts > 0).sum(axis=1).max())]
-
   def make_work(
     self, query_starts: np.ndarray, kv_lens: np.ndarray, least_lens: np.ndarray | None = None
   ) -> np.ndarray:
@@ -241,18 +240,7 @@ class Plan:
 
     rows = np.flatnonzero((counts > 0) & (counts <= self.decode_queries))
     first = self._first_blocks(least_lens[rows] - counts[rows])
-    parts = self._parts[-(-kv_lens[rows] // geometry.block_size) - first]
-    is_part = parts > 0
-    splits = is_part.sum(axis=1)
-    slots = np.zeros(geometry.rows, np.int64)
-    slots[rows] = np.where(splits > 1, splits, 0)
-    pieces["row_slots"][1:] = np.cumsum(slots)
-    length = parts[is_part]  # in row order
-    row = np.repeat(rows, splits)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(splits) - splits, splits)
-    slot = np.where(slots[row] > 0, pieces["row_slots"][row] + number, -1)
-    end = np.cumsum(parts, axis=1)[is_part] + np.repeat(first, splits)
-    decode_items = np.stack([row, slot, end - length, end, query_starts[row]], 1)
+    decoded = [np.stack([rows, first, -(-kv_lens[rows] // geometry.block_size), query_starts[rows]], 1)]
 
     tile_tokens = self.tile_tokens if self.has_prefill else self.item_queries
     rows = np.flatnonzero(counts > self.decode_queries)
@@ -272,17 +260,99 @@ class Plan:
       pieces["prefill_items"][: len(items)] = items
       pieces["prefill_count"][0] = len(items)
     else:
-      longer = np.stack([tiled, np.full_like(tiled, -1), first, end, token], 1)
-      decode_items = np.concatenate([decode_items, longer, np.stack([none, none, zero, zero, padding], 1)])
-      tile = max(1, _TILE_KEYS // geometry.block_size)  # what an item of padding costs, in blocks
-      length = np.concatenate([length, end - first, np.full_like(padding, tile)])
-
-    order = np.argsort(-length, kind="stable")
-    pieces["decode_items"][: len(order)] = decode_items[order]
-    starts, numbers = _deal(length[order], geometry.num_kv_heads, self.num_sms)
-    pieces["sm_starts"][:] = starts
-    pieces["sm_items"][: len(numbers)] = numbers
+      decoded += [np.stack([tiled, first, end, token], 1), np.stack([none, zero, zero, padding], 1)]
+    if any(map(len, decoded)):
+      self._share_out(np.concatenate(decoded), len(decoded[0]), pieces["decode_items"], pieces["worker_starts"])
     return packed
+
+  def _share_out(self, items: np.ndarray, num_rows: int, decode_items: np.ndarray, worker_starts: np.ndarray) -> None:
+    """Shares items out over the workers.
+
+    Args:
+      items: int[n, 4] of row, first block, last block + 1, first token; one for all KV heads.
+      num_rows: the items at the start that may be cut.
+      decode_items, worker_starts: the pieces to fill.
+    """
+    heads, quantum = self.geometry.num_kv_heads, self._quantum
+    # What follows is by unit: an item of one KV head.
+    of_item = np.maximum(-(-(items[:, 2] - items[:, 1]) // quantum), 1)  # padding costs a tile
+    tiles = np.repeat(of_item, heads)
+    costs = tiles + _PART_TILES
+    total = int(costs.sum())
+    is_short = total <= _SHARES_OF_ONE_PAIR * self._least * self.num_sms
+    workers = self.num_sms if is_short else self.num_workers
+
+    share = max(total / workers, self._least + _PART_TILES)  # without the parts that cuts add
+    found, num_cut = None, num_rows * heads
+    if self.max_parts == 1 or len(tiles) > workers:
+      found = self._deal_whole(of_item, costs, workers, share + _SLACK_TILES)
+    else:
+      parts = -(-tiles // (int(share) + _SLACK_TILES - _PART_TILES))
+      if parts.sum() <= workers and (parts[num_cut:] == 1).all():
+        found = _cut_evenly(tiles, parts)
+    units, begins, ends, lengths = found or self._cut_line(tiles, costs, num_cut, share)
+    parts = np.bincount(units)[units]
+
+    count = len(units)
+    columns = np.empty((8, count), np.int32)
+    item, columns[1] = np.divmod(units, heads)
+    columns[0], first, last, columns[4] = np.ascontiguousarray(items.T)[:, item]
+    columns[2] = first + begins * quantum
+    columns[3] = np.minimum(first + ends * quantum, last)
+    columns[5], columns[6], columns[7] = -1, 0, parts
+    cut = np.flatnonzero(parts > 1)  # a unit's parts are neighbors
+    if len(cut):
+      columns[5, cut] = np.arange(len(cut))
+      firsts = np.flatnonzero(np.diff(units[cut], prepend=-1))
+      columns[6, cut] = np.repeat(firsts, parts[cut[firsts]])
+    decode_items[:count] = columns.T
+    worker_starts[1 : 1 + len(lengths)] = np.cumsum(lengths)
+    worker_starts[1 + len(lengths) :] = count
+
+  def _deal_whole(self, of_item: np.ndarray, costs: np.ndarray, workers: int, most: float) -> _Parts | None:
+    """Deals whole units back and forth over the workers, the longest first; None if one has a cost above `most`.
+
+    Args:
+      of_item: int[n] tiles of each item.
+      costs: int[n * K] of each unit.
+    """
+    heads = self.geometry.num_kv_heads
+    units = (np.argsort(-of_item, kind="stable")[:, None] * heads + np.arange(heads)).ravel()
+    turns = np.arange(-(-len(units) // workers) * workers).reshape(-1, workers)
+    turns[1::2] = turns[1::2, ::-1]
+    loads = np.append(costs[units], np.zeros(turns.size - len(units), np.int64))[turns].sum(axis=0)
+    if loads.max() > most and self.max_parts > 1:
+      return None
+    is_unit = len(units) > turns.T
+    units = units[turns.T[is_unit]]
+    return units, np.zeros_like(units), np.repeat(of_item, heads)[units], is_unit.sum(axis=1)
+
+  def _cut_line(self, tiles: np.ndarray, costs: np.ndarray, num_cut: int, share: float) -> _Parts:
+    """Cuts the line of units into shares of equal cost.
+
+    Args:
+      tiles, costs: int[n] of each unit.
+      num_cut: the units at the start that may be cut.
+      share: cost of a share.
+    """
+    total = int(costs.sum())
+    cuts = share * np.arange(1, math.ceil(total / share - 1e-9))
+    until = np.cumsum(costs)
+    unit = np.minimum(np.searchsorted(until, cuts, "right"), len(tiles) - 1)
+    length = tiles[unit]
+    at = np.clip(np.rint(cuts - (until - costs)[unit] - _PART_TILES), 0, length).astype(np.int64)
+    shortest = max(self._shortest, int(share) // _SHORTEST_SHARE)
+    is_whole = (np.minimum(at, length - at) < shortest) | (unit >= num_cut)
+    at = np.where(is_whole, np.where(2 * at < length, 0, length), at)
+    ends = np.cumsum(tiles)
+    cuts = (ends - tiles)[unit] + at  # positions on the line, in tiles
+    begins = np.sort(np.concatenate([ends - tiles, cuts[cuts < ends[-1]]]), kind="stable")  # two runs
+    begins = begins[np.diff(begins, prepend=-1) > 0]
+    of_part = np.searchsorted(ends, begins, "right")
+    before = (ends - tiles)[of_part]
+    lasts = np.append(begins[1:], ends[-1])
+    starts = np.searchsorted(begins, cuts)
+    return of_part, begins - before, lasts - before, np.diff(starts, prepend=0, append=len(begins))
 
   def _first_blocks(self, positions: np.ndarray) -> np.ndarray:
     """Returns the first block that a query at each position sees."""
@@ -290,70 +360,29 @@ class Plan:
     return np.maximum(positions - (window - 1), 0) // self.geometry.block_size
 
 
-def _deal(sizes: np.ndarray, copies: int, num_sms: int) -> tuple[np.ndarray, np.ndarray]:
-  """Assigns items to SMs, the longest first and each to the SM with the least work.
-
-  One pass assigns all items of one size. Beyond 8 blocks, sizes within a factor of two count as one, which limits the
-  number of passes.
-
-  If an SM's share of the work is at least _TURNS_SHARE times the longest item, a single pass deals items back and forth
-  over the SMs. Loads then differ by at most the longest item, so the balance is at least 16 / 17.
+def _cut_evenly(tiles: np.ndarray, parts: np.ndarray) -> _Parts:
+  """Cuts units into parts of equal length, one a worker.
 
   Args:
-    sizes: int[n] > 0, descending.
-    copies: copies of each item, one a KV head.
-    num_sms: number of SMs.
-
-  Returns:
-    int[num_sms + 1], the start of each SM's list, and int[n * copies], the lists of item * copies + copy.
+    tiles, parts: int[n] of each unit.
   """
-  total = len(sizes) * copies
-  if total and sizes[0] * num_sms * _TURNS_SHARE <= sizes.sum() * copies:
-    turns = np.arange(-(-total // num_sms) * num_sms).reshape(-1, num_sms)
-    turns[1::2] = turns[1::2, ::-1]
-    lists = turns.transpose()
-    is_item = lists < total
-    return np.append(0, np.cumsum(is_item.sum(axis=1))), lists[is_item]
-  kinds = np.where(sizes <= 8, sizes, 8 + np.ceil(np.log2(sizes / 8)))
-  begins = np.flatnonzero(np.diff(kinds, prepend=-1))
-  ends = np.append(begins, len(sizes))[1:]
-  before = np.append(0, np.cumsum(sizes))  # work of one copy of the preceding items
-  padded = np.append(sizes, 0)
-  counts, firsts = np.zeros((2, len(begins), num_sms), np.int64)
-  loads, many = np.zeros(num_sms, np.int64), np.arange(1, num_sms + 1)
-  for kind, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-    number = (end - begin) * copies
-    work = (before[end] - before[begin]) * copies
-    size = work / number
-    order = np.argsort(loads, kind="stable")
-    load = loads[order]
-    # Fills the least loaded SMs up to a common level. Each takes the items that fit below it, the lowest one more.
-    levels = (work + np.cumsum(load)) / many
-    level = levels[np.argmax(np.append(levels[:-1] <= load[1:], True))]
-    taken = (np.maximum(level - load, 0) / size + 1e-9).astype(np.int64)
-    taken[np.argsort(load + taken * size, kind="stable")[: number - taken.sum()]] += 1
-    until = begin * copies + np.append(0, np.cumsum(taken))
-    item, copy = np.divmod(until, copies)
-    loads[order] = load + np.diff(before[item] * copies + padded[item] * copy)
-    counts[kind, order], firsts[kind, order] = taken, until[:-1]
-  lengths, starts = counts.T.ravel(), firsts.T.ravel()
-  numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
-  return np.append(0, np.cumsum(counts.sum(axis=0))), numbers
+  units = np.repeat(np.arange(len(tiles)), parts)
+  number = np.arange(len(units)) - np.repeat(np.cumsum(parts) - parts, parts)
+  begins, ends = (tiles[units] * each // parts[units] for each in (number, number + 1))
+  return units, begins, ends, np.ones_like(units)
 
 
-def make_plan(geometry: Geometry, split_tokens: int, num_sms: int) -> Plan:
+def make_plan(geometry: Geometry, split_tokens: int, num_sms: int, pairs: int) -> Plan:
   """Makes the plan of a rung.
 
   Args:
     geometry: of the rung.
-    split_tokens: least positions of a part, except at a row's end, for each (row, KV head) of an SM's share. On an H100
-      a part costs as much as 60 positions more, whatever its length. Rungs of many rows have enough items to keep SMs
-      busy with few parts; rungs of few rows have not.
+    split_tokens: least positions of a worker's share.
     num_sms: SMs of the device, see tuning.count_sms.
+    pairs: pairs of warpgroups of the decode kernel on an SM.
   """
-  share = geometry.rows * geometry.num_kv_heads / num_sms
-  split_blocks = max(1, math.ceil(split_tokens * share / geometry.block_size))
+  split_blocks = max(1, split_tokens // geometry.block_size)
   # The two kernels sum in different orders, so an invariant step sends all rows to one of them.
   decode_queries = 0 if geometry.invariant else min(_DECODE_QUERIES, _DECODE_ROWS // geometry.group)
   is_for_decodes = geometry.tokens <= min(geometry.rows, _MOST_TOKENS_WITHOUT_PREFILL)
-  return Plan(geometry, split_blocks, decode_queries, num_sms, geometry.invariant or not is_for_decodes)
+  return Plan(geometry, split_blocks, decode_queries, num_sms, pairs, geometry.invariant or not is_for_decodes)

@@ -1,9 +1,10 @@
 """Tuned settings of the GPU kernels, by device, head size and block size. Kernels may hold no such constant.
 
-The decode kernel's ring and least part for heads of 128 were timed on an H100 (benchmarks/hopper). All other values
-follow from the hardware's limits. A Hopper SM has 227 KiB of shared memory for its thread blocks and 65,536 registers.
-To saturate memory, an SM needs 36 KB in flight (4.8 TB/s times 1 us over 132 SMs). A part of 512 tokens writes and
-reads back 3 % of the bytes of its keys and values (8 KV heads of 128, groups of 4).
+The decode kernel's ring for heads of 128 was timed on an H100 (benchmarks/hopper). All other values follow from the
+hardware's limits. A Hopper SM has 227 KiB of shared memory for its thread blocks and 65,536 registers. To saturate
+memory, an SM needs 36 KB in flight (4.8 TB/s times 1 us over 132 SMs). A part of 256 tokens writes and reads back 6 %
+of the bytes of its keys and values (8 KV heads of 128, groups of 4). On an H100, 8 rows of 1,024 took as long in parts
+of 256 as in parts of 512.
 """
 
 import dataclasses
@@ -17,8 +18,7 @@ class Tuning:
   """Settings that change speed but no result beyond rounding. Hashable.
 
   Attributes:
-    split_tokens: least positions of a part of a split row where an SM's share is one (row, KV head), 64 or more; more
-      in proportion to the share, see `plan.make_plan`.
+    split_tokens: least positions of the share of a pair of warpgroups, 64 or more: the plan cuts rows into shares.
     decode_stages: tiles of 64 keys and 64 values in the decode kernel's ring, 2 or more; 256 * head_dim bytes each.
     decode_ctas_per_sm: thread blocks of the decode kernel on an SM, 1 or 2.
     prefill_stages: tiles of keys and of values in the prefill kernel's ring, 1 or more.
@@ -52,7 +52,7 @@ _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
     write_tokens=8,
   ),
   (None, 128, None): Tuning(
-    split_tokens=448,
+    split_tokens=256,
     decode_stages=2,
     decode_ctas_per_sm=2,
     prefill_stages=2,

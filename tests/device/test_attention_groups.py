@@ -54,7 +54,7 @@ def test_every_plan_travels_with_the_step():
   """Each at its own place, made of the step's rows; also where a step of decodes is made from the one before."""
   shape, width, block = StepShape(32, 4, 4), 16, 4
   geometry = Geometry(32, 4, width, block, 4, 2, 8)
-  plans = tuple(make_plan(dataclasses.replace(geometry, sliding_window=window), 8, 4) for window in (None, 5))
+  plans = tuple(make_plan(dataclasses.replace(geometry, sliding_window=window), 8, 4, 2) for window in (None, 5))
   layout = StepLayout(shape, width, 4, 1, plans)
   packer = Packer(4, width, block, (1,))
   lengths = (20, 5)

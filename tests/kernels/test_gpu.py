@@ -273,7 +273,7 @@ def test_a_query_has_the_same_bits_in_a_chunk_and_alone(window: int | None) -> N
   def call(kv_lens: list[int], query_starts: list[int]) -> np.ndarray:
     lens, starts = np.array(kv_lens, np.int32), np.array(query_starts, np.int32)
     packed = plan.make_work(starts, lens)
-    assert plan.split(packed)["sm_starts"][-1] == 0, "nothing for the decode kernel"
+    assert plan.split(packed)["worker_starts"][-1] == 0, "nothing for the decode kernel"
     out = INTERPRETED.ragged_paged_attention(
       conformance.put(arguments.q.astype(jnp.bfloat16)),
       kv,

@@ -77,8 +77,8 @@ def attention(kernel: str, head_dim: int, group: int, block_size: int, **tuned) 
   """Lowers prefill or decode."""
   spec = ArgSpec(kernel, (), 48, 4, block_size, 1024 // block_size, group * 2, 2, head_dim, dtype="bfloat16")
   tuning = dataclasses.replace(tuning_for("", head_dim, block_size), **tuned)
-  planned = plan.make_plan(spec.geometry, tuning.split_tokens, 132)
-  assert planned.max_splits > 1
+  planned = plan.make_plan(spec.geometry, tuning.split_tokens, 132, tuning.decode_ctas_per_sm)
+  assert planned.max_slots
   static = {"plan": planned, "scale": 0.1, "soft_cap": None, "tuning": tuning}
 
   def program(q, kv, tables, lens, starts, packed, *out):

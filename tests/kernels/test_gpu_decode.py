@@ -38,7 +38,8 @@ class Case:
   Attributes:
     spec: the batch; rows of more than `queries` queries are not the decode kernel's.
     split_blocks, queries: see plan.Plan.
-    sms, pairs, stages: a grid small enough that a pair has several items, and a ring that all of them share.
+    sms, pairs, stages: a grid small enough that a pair has several items, and a ring that all of them share. A grid of
+      one pair cuts no row.
     ahead: positions that the plan counts in each row beyond its length.
     alone: the rung has no prefill kernel.
   """
@@ -57,7 +58,7 @@ class Case:
 
   @property
   def plan(self) -> Plan:
-    return Plan(self.spec.geometry, self.split_blocks, self.queries, self.sms, not self.alone)
+    return Plan(self.spec.geometry, self.split_blocks, self.queries, self.sms, self.pairs, not self.alone)
 
 
 def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes: Any) -> Case:
@@ -82,16 +83,16 @@ def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks:
 
 # Those that the seeded bugs are put to are small.
 _WHOLE = _case("whole", ((2, 128), (1, 130), (1, 20)), 64, 4, pairs=1, kv_heads=2)
-_SPLIT = _case("split", ((1, 150), (2, 129)), 64, 1, pairs=1)
+_SPLIT = _case("split", ((1, 70), (2, 400)), 64, 1, positions=512)
 _SMALL_PAGES = _case("page_32", ((1, 150),), 32, 8, pairs=1)
 _LARGE_PAGES = _case("page_128_window", ((1, 250),), 128, 2, pairs=1, sliding_window=100)
 _CAPPED = _case("soft_cap", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
 _FP8 = _case("fp8", ((2, 128), (1, 130), (1, 20)), 64, 1, pairs=1, kv_heads=2, kv_dtype="uint8")
-_ROWS = ((1, 150), (3, 130), (5, 9), (0, 0), (1, 64))
-# Six parts of one row, more than a sum of parts loads at once, among rows of one part, of three and of none.
-_LONG = _case("one_long_row", ((1, 3), (2, 1000), (0, 0), (1, 290)), 64, 1, sms=4, pairs=1, positions=1024)
-# The last part of these rows begins at position 128, so it has no keys.
-_BEHIND = _case("shorter_than_planned", ((1, 125), (2, 127), (1, 20)), 64, 1, pairs=1, ahead=6)
+_ROWS = ((1, 380), (5, 9), (0, 0), (3, 64))
+# Six parts of one row, more than a sum of parts loads at once, among rows of one part, of two and of none.
+_LONG = _case("one_long_row", ((1, 3), (2, 1000), (0, 0), (1, 290)), 64, 1, sms=9, pairs=1, positions=1024)
+# The last part of the second row begins at position 128, so it has no keys.
+_BEHIND = _case("shorter_than_planned", ((1, 125), (2, 127), (1, 20)), 64, 1, ahead=300, positions=512)
 # Longer rows, one of them a tile and a part of the next, and padding for two tiles.
 _ALONE = _case("alone", ((35, 150), (1, 130), (0, 0), (5, 9)), 64, 1, pairs=1, padding=40, alone=True)
 CASES = (
@@ -109,8 +110,16 @@ CASES = (
   ),
   _case("alone_group_of_64", ((3, 70), (1, 150)), 128, 1, group=64, queries=1, alone=True),
   _BEHIND,
-  _case("shorter_than_planned_in_two_pairs", ((2, 125), (1, 200), (1, 124), (1, 9)), 32, 1, ahead=7, sms=2),
-  _case("window_of_a_row_shorter_than_planned", ((1, 124), (2, 60)), 64, 1, pairs=1, ahead=6, sliding_window=64),
+  _case(
+    "shorter_than_planned_in_two_blocks",
+    ((2, 125), (1, 200), (1, 124), (1, 9), (1, 240)),
+    32,
+    1,
+    ahead=250,
+    sms=2,
+    positions=512,
+  ),
+  _case("window_of_a_row_shorter_than_planned", ((1, 444), (2, 60)), 64, 1, ahead=6, sliding_window=400, positions=512),
   _WHOLE,
   _SPLIT,
   _LONG,
@@ -118,16 +127,16 @@ CASES = (
   _LARGE_PAGES,
   _CAPPED,
   _FP8,
-  _case("fp8_head_128", ((1, 150), (3, 130)), 16, 2, head_dim=128, group=4, kv_dtype="uint8"),
-  _case("head_128", _ROWS, 64, 2, head_dim=128, group=4),
-  _case("page_16", _ROWS, 16, 4, pairs=1, sms=3, stages=3),
-  _case("page_16_splits_within_a_tile", ((1, 99), (2, 70), (1, 5)), 16, 3),
+  _case("fp8_head_128", ((1, 40), (3, 330)), 16, 4, head_dim=128, group=4, kv_dtype="uint8", positions=512),
+  _case("head_128", _ROWS, 64, 1, head_dim=128, group=4, positions=512),
+  _case("page_16", ((1, 380), (3, 130), (5, 9), (0, 0), (1, 64)), 16, 4, pairs=1, sms=3, stages=3, positions=512),
+  _case("page_16_in_two_pairs", ((2, 380), (1, 5)), 16, 3, positions=512),
   _case("page_32_window", ((3, 130), (5, 9), (1, 20)), 32, 2, sliding_window=50),
-  _case("page_128_window_at_splits", ((3, 200), (1, 90)), 128, 1, sliding_window=140),
+  _case("page_128_window_at_splits", ((3, 900), (1, 90)), 128, 1, sliding_window=650, positions=1024),
   _case("window_of_one", ((1, 90), (3, 200)), 64, 1, sliding_window=1),
-  _case("soft_cap_at_splits", ((3, 150),), 64, 2, soft_cap=20.0),
-  _case("group_of_3", ((1, 150), (4, 70), (2, 200)), 64, 2, group=3),
-  _case("group_of_64", ((1, 150), (1, 1)), 64, 2, group=64, queries=1),
+  _case("soft_cap_at_splits", ((3, 250),), 64, 1, soft_cap=20.0),
+  _case("group_of_3_at_splits", ((1, 70), (2, 600), (4, 20)), 64, 1, group=3, positions=640),
+  _case("group_of_64", ((1, 380), (1, 1)), 64, 1, group=64, queries=1, positions=512),
   _case("fewer_rows_of_q_than_a_tile", ((1, 70),), 64, 1, group=1, padding=0, pairs=1),
   _case("nothing", ((5, 20),), 64, 1),
 )
@@ -136,8 +145,15 @@ CASES = (
 def test_the_long_row_has_more_parts_than_are_loaded_at_once() -> None:
   arguments = arg_specs.make_arguments(_LONG.spec)
   pieces = _LONG.plan.split(_LONG.plan.make_work(arguments.query_starts, arguments.kv_lens))
-  assert np.diff(pieces["row_slots"]).tolist() == [0, 6, 0, 3, 0]
-  assert (np.diff(pieces["sm_starts"]) > 0).all()
+  items = pieces["decode_items"][: pieces["worker_starts"][-1]]
+  assert [(items[:, 0] == row).sum() for row in range(4)] == [1, 6, 0, 2]
+  assert (np.diff(pieces["worker_starts"]) > 0).all()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "split" in str(case) or "shorter" in str(case)], ids=str)
+def test_these_cases_have_split_rows(case: Case) -> None:
+  pieces = case.plan.split(make_work(case, arg_specs.make_arguments(case.spec)))
+  assert (pieces["decode_items"][: pieces["worker_starts"][-1], 7] > 1).any()
 
 
 def make_work(case: Case, arguments: Arguments) -> np.ndarray:
@@ -216,8 +232,22 @@ def test_equals_dense_attention(case: Case, capfd: pytest.CaptureFixture[str]) -
   check(case, capfd)
 
 
+def reverse_items(pieces: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns a plan whose workers have each other's items, in another order."""
+  items = int(pieces["worker_starts"][-1])
+  return pieces | {"decode_items": pieces["decode_items"].at[:items].set(pieces["decode_items"][:items][::-1])}
+
+
+def test_a_split_row_does_not_depend_on_the_order_of_items() -> None:
+  """Bit for bit."""
+  given, run = operands(_SPLIT, arg_specs.make_arguments(_SPLIT.spec)), program(_SPLIT)
+  backwards = reverse_items(given[5])
+  assert backwards["decode_items"][0, 7] > 1
+  np.testing.assert_array_equal(f32(run(*given[:5], backwards, *given[6:])), f32(run(*given)))
+
+
 def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of_items() -> None:
-  """Bit for bit, in one executable, over two splits and two queries."""
+  """Bit for bit, in one executable, over three tiles and two queries, where the row is whole."""
   subject, run, results = (2, 150), None, []
   companies = ([], []), ([(3, 90), (5, 9), (1, 64)], [(1, 1)])
   for number, (before, after) in enumerate(companies):
@@ -236,9 +266,8 @@ def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of
     given = operands(case, arguments)
     run = run or program(case)
     results.append(f32(run(*given))[here])
-    pieces = given[5]
-    items = int(pieces["sm_starts"][-1]) // case.spec.num_kv_heads
-    backwards = pieces | {"decode_items": pieces["decode_items"].at[:items].set(pieces["decode_items"][:items][::-1])}
+    assert (given[5]["decode_items"][:, 7] <= 1).all()
+    backwards = reverse_items(given[5])
     results.append(f32(run(*given[:5], backwards, *given[6:]))[here])
   assert np.isfinite(results[0]).all()
   for other in results[1:]:
@@ -269,7 +298,9 @@ def unaligned_copies(case: Case, monkeypatch: pytest.MonkeyPatch, module=gpu_dec
   return found
 
 
-@pytest.mark.parametrize("name", ["split", "page_128_window", "page_16", "group_of_3", "fewer_rows_of_q_than_a_tile"])
+@pytest.mark.parametrize(
+  "name", ["split", "page_128_window", "page_16", "group_of_3_at_splits", "fewer_rows_of_q_than_a_tile"]
+)
 def test_copies_begin_at_whole_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
   case = next(case for case in CASES if case.spec.name == name)
   assert not unaligned_copies(case, monkeypatch)
@@ -288,8 +319,7 @@ BUGS = (
   (_LARGE_PAGES, "the window one too long", "seen &= keys > ", "seen &= keys >= "),
   (_WHOLE, "a query does not see itself", "end = jnp.minimum(position + 1,", "end = jnp.minimum(position,"),
   (_WHOLE, "later keys are seen", "jnp.minimum(item.row.position + 1, item.high)", "item.high"),
-  (_WHOLE, "wrong head", "head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))",
-   "head = _div(number, geometry.num_kv_heads), _i32(0)"),
+  (_WHOLE, "wrong head", "items[number, 1]", "_i32(0)"),
   (_WHOLE, "nothing waits for keys", "        plgpu.barrier_wait(k_ready.at[stage])\n", ""),
   (_WHOLE, "nothing waits for a free stage", "pl.when(tile >= stages)(", "pl.when(tile < 0)("),
   (_WHOLE, "always the first stage", "return ring.at[stage]", "return ring.at[pair * stages]"),
@@ -300,16 +330,17 @@ BUGS = (
    "      finish_copies(earlier)  # staging of the previous item\n", ""),
   (_WHOLE, "copied before it is staged",
    "result[...] = acc.astype(jnp.bfloat16)\n        plgpu.commit_smem()\n", "result[...] = acc.astype(jnp.bfloat16)\n"),
-  (_SPLIT, "a key of the next part", "items[index, 3] * geometry.block_size,",
-   "items[index, 3] * geometry.block_size + 1,"),
-  (_SPLIT, "an item is left out", "sm_starts[sm + 1] - start, 0)", "sm_starts[sm + 1] - start - 1, 0)"),
-  (_LONG, "items of the first SM", "jnp.minimum(start + n * pairs", "jnp.minimum(sm_starts[0] + n * pairs"),
-  (_LONG, "no more parts than are loaded at once", "_cdiv(splits, at_once)", "_i32(1)"),
+  (_SPLIT, "a tile of the next part", "items[number, 3] * geometry.block_size,",
+   "items[number, 3] * geometry.block_size + 64,"),
+  (_SPLIT, "an item is left out", "worker_starts[worker + 1] - start", "worker_starts[worker + 1] - start - 1"),
+  (_LONG, "items of the first SM", "worker = pair * plan.num_sms + sm", "worker = pair * plan.num_sms"),
+  (_SPLIT, "items of the first pair", "worker = pair * plan.num_sms + sm", "worker = sm"),
+  (_LONG, "no more parts than are loaded at once", "_cdiv(count, at_once)", "_i32(1)"),
   (_SPLIT, "wrong weight of a part", "part * _over_rows(weight,", "part * _over_rows(decay,"),
-  (_SPLIT, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
-  (_SPLIT, "no part is the last one", "before + 1 == row_slots", "before == row_slots"),
-  (_ALONE, "the first queries of a row in each item", "items[index, 4], kv_lens",
-   "query_starts[items[index, 0]], kv_lens"),
+  (_LONG, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
+  (_SPLIT, "no part is the last one", "before + 1 == count", "before == count"),
+  (_ALONE, "the first queries of a row in each item", "items[number, 4], kv_lens",
+   "query_starts[items[number, 0]], kv_lens"),
   (_ALONE, "too few queries of a longer row", "functools.partial(load, plan.item_rows)",
    "functools.partial(load, plan.part_rows)"),
   (_ALONE, "padding is not filled", "jnp.where(is_row, query_starts[index + 1], self.plan.geometry.tokens)",

@@ -1,4 +1,4 @@
-"""The host's plan of the GPU kernels' work: every block once, in bounds, balanced over SMs; rows split as if alone."""
+"""The host's plan of the GPU kernels' work: every block once, in bounds, balanced over SMs with few parts."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def plan_for(rows: int, max_model_len: int, num_sms: int = 132, heads: int = 8, 
   """Of the smallest rung of 8, 16, 32, ... rows, as the engine has it; groups of 4 heads of 128, blocks of 64."""
   rung = max(8, 1 << (rows - 1).bit_length())
   geometry = Geometry(rung, rung, max_model_len // 64, 64, 4 * heads, heads, 128)
-  return make_plan(dataclasses.replace(geometry, **changes), 448, num_sms)
+  return make_plan(dataclasses.replace(geometry, **changes), 256, num_sms, 2)
 
 
 def make(plan: Plan, lengths: tuple[int, ...], counts: tuple[int, ...] | None = None) -> dict[str, np.ndarray]:
@@ -38,26 +38,21 @@ def make(plan: Plan, lengths: tuple[int, ...], counts: tuple[int, ...] | None = 
   return plan.split(plan.make_work(starts, kv_lens))
 
 
-def decode_items(plan: Plan, pieces: dict[str, np.ndarray]) -> np.ndarray:
-  """int32[items, 5]."""
-  items, copies = divmod(int(pieces["sm_starts"][-1]), plan.geometry.num_kv_heads)
-  assert not copies
-  return pieces["decode_items"][:items]
+def decode_items(pieces: dict[str, np.ndarray]) -> np.ndarray:
+  """int32[items, 8]."""
+  return pieces["decode_items"][: pieces["worker_starts"][-1]]
 
 
-def loads(plan: Plan, pieces: dict[str, np.ndarray]) -> np.ndarray:
-  """Blocks that each SM reads; one of a padding item, whose keys are all masked."""
-  found = np.zeros(plan.num_sms, np.int64)
-  for sm in range(plan.num_sms):
-    begin, end = pieces["sm_starts"][sm : sm + 2]
-    items = pieces["decode_items"][pieces["sm_items"][begin:end] // plan.geometry.num_kv_heads]
-    found[sm] = np.maximum(items[:, 3] - items[:, 2], 1).sum()
-  return found
+def loads(plan: Plan, pieces: dict[str, np.ndarray], part: int = 0) -> np.ndarray:
+  """Blocks that each SM reads, at least one an item; and `part` more for each item."""
+  items = decode_items(pieces)
+  worker = np.repeat(np.arange(plan.num_workers), np.diff(pieces["worker_starts"]))
+  return np.bincount(worker % plan.num_sms, np.maximum(items[:, 3] - items[:, 2], 1) + part, plan.num_sms)
 
 
-def balance(plan: Plan, pieces: dict[str, np.ndarray]) -> float:
+def balance(plan: Plan, pieces: dict[str, np.ndarray], part: int = 0) -> float:
   """The mean over SMs of assigned work over the most that one of them has."""
-  work = loads(plan, pieces)
+  work = loads(plan, pieces, part)
   return work.mean() / work.max()
 
 
@@ -67,11 +62,13 @@ def balance(plan: Plan, pieces: dict[str, np.ndarray]) -> float:
 def test_work_is_balanced_over_sms(name: str, max_model_len: int, num_sms: int) -> None:
   lengths = tuple(min(length, max_model_len) for length in BATCHES[name])
   plan = plan_for(len(lengths), max_model_len, num_sms)
-  # These have too few parts for 0.9, since a part costs as much as 60 positions (make_plan).
-  few_parts = (name == "64 x 1024" and num_sms == 114) or (
+  pieces = make(plan, lengths)
+  assert balance(plan, pieces, part=1) >= 0.9, "a part costs as much as another block"
+  # Without that, 3 of 110 batches have 0.895 and 0.898.
+  few_blocks = (name == "8 x 1024" and num_sms == 114) or (
     name == "1 x 131072 and 63 x 300" and max_model_len == 8192 and num_sms == 132
   )
-  assert balance(plan, make(plan, lengths)) >= (0.89 if few_parts else 0.9)
+  assert balance(plan, pieces) >= (0.89 if few_blocks else 0.9)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -81,31 +78,33 @@ def test_few_kv_heads_a_device_are_balanced(name: str, heads: int) -> None:
   assert balance(plan, make(plan, BATCHES[name])) >= 0.85
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(8, 6), (16, 5), (32, 5), (64, 1), (256, 1)])
-def test_rungs_of_many_rows_have_few_parts(rows: int, parts: int) -> None:
-  plan = plan_for(rows, 8192)
-  assert np.diff(make(plan, (1024,) * rows)["row_slots"]).max() == (parts if parts > 1 else 0)
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_worker_has_few_parts_of_rows(name: str) -> None:
+  """Every cut gives two at most, and whole rows that are balanced are not cut."""
+  plan = plan_for(len(BATCHES[name]), 131072)
+  parts = (decode_items(make(plan, BATCHES[name]))[:, 5] >= 0).sum()
+  if name in ("64 x 1024", "32 x 4096"):
+    assert not parts
+  assert parts <= 2 * plan.num_workers
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 3), (8, 2), (16, 2), (32, 1), (64, 1), (256, 2)])
+def test_rows_have_as_many_parts_as_keep_sms_busy(rows: int, parts: int) -> None:
+  assert decode_items(make(plan_for(rows, 8192), (1024,) * rows))[:, 7].max() == parts
 
 
 def test_a_longer_max_model_len_splits_a_row_the_same() -> None:
   plans = [plan_for(64, length) for length in (32768, 131072)]
   short, long = (make(plan, ZIPF) for plan in plans)
-  for name in ("row_slots", "sm_starts"):
-    np.testing.assert_array_equal(short[name], long[name])
-  np.testing.assert_array_equal(decode_items(plans[0], short), decode_items(plans[1], long))
+  np.testing.assert_array_equal(short["worker_starts"], long["worker_starts"])
+  np.testing.assert_array_equal(decode_items(short), decode_items(long))
 
 
-def parts_of(plan: Plan, pieces: dict[str, np.ndarray], row: int) -> list[tuple[int, int]]:
-  """First and last block + 1 of a row's items, in order."""
-  items = decode_items(plan, pieces).tolist()
-  return sorted((first, end) for of, _, first, end, _ in items if of == row)
-
-
-def test_a_row_is_split_the_same_in_any_batch() -> None:
-  plan = plan_for(64, 131072)
-  alone, among = make(plan, (5000,)), make(plan, (5000, *ZIPF[:40]))
-  assert len(parts_of(plan, alone, 0)) > 1
-  assert parts_of(plan, alone, 0) == parts_of(plan, among, 0)
+def parts_of(pieces: dict[str, np.ndarray], row: int, head: int) -> np.ndarray:
+  """int32[parts, 8]: the items of a row and head, in order of positions."""
+  items = decode_items(pieces)
+  mine = items[(items[:, 0] == row) & (items[:, 1] == head)]
+  return mine[np.argsort(mine[:, 2], kind="stable")]
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -120,33 +119,40 @@ def test_every_block_is_read_once_by_one_sm(block_size: int, window: int | None,
   counts = tuple(int(n) for n in rng.choice([0, 1, 1, 1, 2, 4, 5], 48))
   lengths = tuple(int(max(n, rng.choice([4, 300, 16384]) * rng.uniform())) * (n > 0) for n in counts)
   pieces = make(plan, lengths, counts)
-  items = decode_items(plan, pieces)
+  items, slots = decode_items(pieces), []
   for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-    parts = parts_of(plan, pieces, row)
-    slots = [slot for of, slot, *_ in sorted(items.tolist(), key=lambda item: item[2]) if of == row]
-    begin, end = pieces["row_slots"][row : row + 2].tolist()
-    if not 0 < count <= plan.decode_queries:
-      assert not parts and begin == end
-      continue
-    first = max(length - count - (window - 1), 0) // block_size if window else 0
-    assert parts[0][0] == first and parts[-1][1] == -(-length // block_size)
-    assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
-    assert all((low - first) * block_size % 64 == 0 for low, _ in parts), "parts begin at whole tiles"
-    assert slots == (list(range(begin, end)) if len(parts) > 1 else [-1]) and len(parts) <= plan.max_splits
-  used = pieces["sm_starts"][-1]
-  assert sorted(pieces["sm_items"][:used].tolist()) == list(range(len(items) * heads))
-  assert (np.diff(pieces["sm_starts"]) >= 0).all() and pieces["row_slots"][-1] <= plan.max_slots
+    for head in range(heads):
+      parts = parts_of(pieces, row, head)
+      if not 0 < count <= plan.decode_queries:
+        assert not len(parts)
+        continue
+      low, high, slot = parts[:, 2], parts[:, 3], parts[:, 5]
+      first = max(length - count - (window - 1), 0) // block_size if window else 0
+      assert low[0] == first and high[-1] == -(-length // block_size)
+      assert (high[:-1] == low[1:]).all() and (low < high).all()
+      assert ((low - first) * block_size % 64 == 0).all(), "parts begin at whole tiles"
+      assert (parts[:, 7] == len(parts)).all() and len(parts) <= plan.max_parts
+      if len(parts) == 1:
+        assert slot.tolist() == [-1]
+      else:
+        assert (parts[:, 6] == slot[0]).all() and slot.tolist() == list(range(slot[0], slot[0] + len(parts)))
+        slots += slot.tolist()
+  assert len(set(slots)) == len(slots) and max(slots, default=-1) < plan.max_slots
+  assert len(items) <= plan.max_decode_items and (np.diff(pieces["worker_starts"]) >= 0).all()
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("num_sms", [132, 114, 78, 1])
 def test_partial_results_are_bounded(heads: int, num_sms: int) -> None:
   plan = plan_for(64, 131072, num_sms, heads)
-  assert plan.max_splits <= num_sms / heads + 5
+  assert plan.max_slots == 2 * (2 * num_sms - 1)
   if (heads, num_sms) == (8, 132):
-    assert plan.partial_bytes == 64 * plan.max_splits * heads * (16 * 128 + 64) * 4 <= 64 * 1.4 * 2**20
-  full = make(plan, (131072,) * 64)
-  assert full["row_slots"][-1] <= plan.max_slots
+    assert plan.partial_bytes == plan.max_slots * (16 * 128 + 64) * 4 <= 4.3 * 2**20
+  rng = np.random.default_rng(0)
+  for lengths in ((131072,) * 64, (131072,) * 63, tuple(rng.integers(1, 131072, 50)), tuple(rng.integers(1, 400, 64))):
+    pieces = make(plan, lengths)
+    assert decode_items(pieces)[:, 5].max() < plan.max_slots
+  assert not dataclasses.replace(plan, num_sms=1, pairs=1).max_slots, "nobody to share with"
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -159,24 +165,22 @@ def test_without_a_prefill_kernel_every_token_is_in_one_decode_item(window: int 
   lengths = tuple(int(max(n, rng.choice([n, 300, 8192]))) for n in counts)
   pieces = make(plan, lengths, counts)
   assert not pieces["prefill_count"][0] and not pieces["prefill_items"].size
-  items = decode_items(plan, pieces).tolist()
   starts = np.append(0, np.cumsum(counts))
-  covered = np.zeros(64, int)
-  for row, slot, first, end, token in items:
+  covered = np.zeros((64, 8), int)
+  for row, head, first, end, token, slot, first_slot, parts in decode_items(pieces).tolist():
     until = starts[row + 1] if row >= 0 else 64
     n = min(plan.item_queries, until - token)
     if row < 0:
-      assert token >= starts[-1] and (slot, first, end) == (-1, 0, 0)
+      assert token >= starts[-1] and (slot, first, end, parts) == (-1, 0, 0, 1)
     elif counts[row] > plan.decode_queries:
       position = lengths[row] - (until - token)
       assert slot == -1 and end == -(-(position + n) // 64) and (token - starts[row]) % plan.item_queries == 0
       assert first == (max(position - window + 1, 0) // 64 if window else 0)
     else:
       assert token == starts[row]
-    if slot in (-1, pieces["row_slots"][row]):  # the first part
-      covered[token : token + n] += 1
+    if slot in (-1, first_slot):  # the first part
+      covered[token : token + n, head] += 1
   assert (covered == 1).all()
-  assert sorted(pieces["sm_items"][: pieces["sm_starts"][-1]].tolist()) == list(range(len(items) * 8))
 
 
 def test_a_rung_of_more_tokens_than_rows_has_the_prefill_kernel() -> None:
@@ -188,19 +192,19 @@ def test_a_rung_of_more_tokens_than_rows_has_the_prefill_kernel() -> None:
 def test_the_most_items_fit() -> None:
   for counts in ((5,) * 12 + (4,), (1,) * 64, (64,), (17,) * 3, ()):
     plan = plan_for(64, 8192)
-    assert len(decode_items(plan, make(plan, (8192,) * len(counts), counts))) <= plan.max_decode_items
+    assert len(decode_items(make(plan, (8192,) * len(counts), counts))) <= plan.max_decode_items
 
 
 def test_a_step_without_decodes_has_no_decode_items() -> None:
   plan = plan_for(8, 8192, tokens=64)
   pieces = make(plan, (40,), (40,))
-  assert not pieces["sm_starts"].any() and not pieces["row_slots"].any()
+  assert not pieces["worker_starts"].any()
 
 
 def test_short_rows_are_not_split() -> None:
   plan = plan_for(64, 8192)
   pieces = make(plan, (200,) * 64)
-  assert not pieces["row_slots"].any() and (pieces["decode_items"][:64, 1] == -1).all()
+  assert (decode_items(pieces)[:, 5] == -1).all() and len(decode_items(pieces)) == 64 * 8
 
 
 @pytest.mark.parametrize("window", [None, 1000])

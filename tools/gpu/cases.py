@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.fp8_kv import BYTES, from_fp8, to_fp8
 _ROPE_THETA = 500_000.0
 # bf16 keeps 8 bits of f32 results, and weights are rounded before they are multiplied with values.
 _ABSOLUTE, _NORM = 4e-3, 5e-3
-_RELATIVE, _FP8_STEP = 2.0**-7, 2.0**-3  # largest relative distances of two neighbors in bf16 and e4m3
+_BF16_STEP, _FP8_STEP = 2.0**-7, 2.0**-3  # largest relative distances of two neighbors in bf16 and e4m3
 
 
 class Wrong(Exception):
@@ -306,7 +306,7 @@ def compare(
 ) -> float:
   """Returns the relative error in norm of [n, ...] at `tokens`.
 
-  Args: dtype: of the pool that holds the numbers; None: bf16.
+  Args: dtype: what `expected` was rounded to; None: it was not.
 
   Raises:
     Wrong: it is too large, or an element is NaN or off by more than rounding explains.
@@ -319,8 +319,9 @@ def compare(
     raise Wrong(f"{what}: {bad.sum()} of {len(bad)} tokens hold NaN or Inf, the first is token {tokens[bad.argmax()]}")
   off = np.abs(found - expected)
   norm = float(np.linalg.norm(off) / max(np.linalg.norm(expected), 1e-30))
-  # What is rounded twice may become the other neighbor in fp8.
-  over = off - (_ABSOLUTE + (_FP8_STEP if dtype == BYTES else _RELATIVE) * np.abs(expected))
+  # What both sides round may become two neighbors.
+  relative = _BF16_STEP / 2 if dtype is None else _FP8_STEP if dtype == BYTES else _BF16_STEP
+  over = off - (_ABSOLUTE + relative * np.abs(expected))
   if over.max() > 0 or not norm < _NORM:
     at = np.unravel_index(over.argmax(), over.shape)
     wrong = int((over.reshape(len(over), -1).max(1) > 0).sum())

@@ -200,7 +200,7 @@ class Kernels:
       return gpu.make_plan(geometry, self.setting.device.device_kind)
     # The interpreter takes as long for idle thread blocks.
     num_sms = 2 if self.setting.tiny else count_sms(self.setting.device.device_kind)
-    return plan_lib.make_plan(geometry, self.tuning.split_tokens, num_sms)
+    return plan_lib.make_plan(geometry, self.tuning.split_tokens, num_sms, self.tuning.decode_ctas_per_sm)
 
   @functools.cached_property
   def _static(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _compare_written(
   keys = cases.stored(cases.rounded(case.rotated(projected[:, :, -2], tokens)), dtype)
   values = cases.stored(projected[:, :, -1], dtype)
   comparisons.add("key_error", lambda: cases.compare("keys in the pool", found[:, :, 0], keys, tokens, dtype))
-  comparisons.add("value_error", lambda: cases.compare("values in the pool", found[:, :, 1], values, tokens))
+  comparisons.add("value_error", lambda: cases.compare("values in the pool", found[:, :, 1], values, tokens, dtype))
 
 
 def compare_write(
@@ -311,7 +311,7 @@ def compare_write(
     The queries that the kernel made, f32[n, N, H].
   """
   made, right = cases.tokens_of(queries_by_token(case.spec, packed), tokens), host_queries(case, tokens)
-  comparisons.add("query_error", lambda: cases.compare("rotated queries", made, right, tokens))
+  comparisons.add("query_error", lambda: cases.compare("rotated queries", made, right, tokens, np.dtype(jnp.bfloat16)))
   compare_pool(comparisons, case, after, tokens)
   return made
 
@@ -470,7 +470,9 @@ def _spot_check(op: str, kernels: Kernels, case: KernelCase, kv: jax.Array, resu
   if op == "write":
     found = cases.tokens_of(queries_by_token(spec, result), tokens)
     comparisons, expected = Comparisons(), host_queries(case, tokens, copy)
-    comparisons.add("query_error", lambda: cases.compare("rotated queries", found, expected, tokens))
+    comparisons.add(
+      "query_error", lambda: cases.compare("rotated queries", found, expected, tokens, np.dtype(jnp.bfloat16))
+    )
     _compare_written(comparisons, case, kv, tokens, copy)
     return comparisons.finish().get("value_error", 0.0)
   if op == "attend":

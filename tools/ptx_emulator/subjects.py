@@ -91,7 +91,7 @@ def _write(kv_dtype: str, is_portable: bool = False) -> Subject:
     wanted = cases.rounded(case.rotated(projected[:, :, :-2], tokens))
     # q: [T, N, H], or [K, whole tiles, G, H]
     queries = q[tokens].reshape(wanted.shape) if is_portable else q.transpose(1, 0, 2, 3)[tokens]
-    cases.compare("queries", queries, wanted, tokens)
+    cases.compare("queries", queries, wanted, tokens, np.dtype(jnp.bfloat16))
     slots = case.slots[0, tokens]
     at = slots // 16, slice(None), slice(None), slots % 16
     pairs = cases.numbers_of(jnp.asarray(kv[at]))
@@ -161,7 +161,7 @@ def _prefill(kv_dtype: str) -> Subject:
     dtype="bfloat16",
     kv_dtype=kv_dtype,
   )
-  batch = _Batch(KernelCase(spec), Plan(spec.geometry, split_blocks=8, decode_queries=2, num_sms=1))
+  batch = _Batch(KernelCase(spec), Plan(spec.geometry, split_blocks=8, decode_queries=2, num_sms=1, pairs=1))
   tuning = dataclasses.replace(tuning_for("", 64, 32), prefill_stages=2, prefill_tile_keys=64)
   inputs = (*batch.operands, *_host(batch.pieces["prefill_count"], batch.pieces["prefill_items"]))
 
@@ -187,24 +187,24 @@ def _decode(kv_dtype: str, has_prefill: bool = True) -> Subject:
   """
   spec = ArgSpec(
     "decode",
-    ((1, 40), (2, 100), (1, 40) if has_prefill else (4, 70)),
+    ((1, 40), (2, 500), (1, 40) if has_prefill else (4, 70)),
     8,
     4,
     block_size=64,
-    table_width=3,
+    table_width=8,
     num_heads=3,
     num_kv_heads=1,
     head_dim=64,
     dtype="bfloat16",
     kv_dtype=kv_dtype,
   )
-  plan = Plan(spec.geometry, split_blocks=1, decode_queries=2, num_sms=2, has_prefill=has_prefill)
+  plan = Plan(spec.geometry, split_blocks=1, decode_queries=2, num_sms=2, pairs=1, has_prefill=has_prefill)
   batch, used = _Batch(KernelCase(spec), plan), sum(queries for queries, _ in spec.rows)
   tuning = dataclasses.replace(tuning_for("", 64, 64), decode_ctas_per_sm=1, decode_stages=2)
   finished = np.zeros((1, spec.num_tokens), np.int32)
   before = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), 7 if has_prefill else 0, jnp.bfloat16)
-  names = ("decode_items", "sm_starts", "sm_items", "row_slots")
-  inputs = (*batch.operands, *_host(*(batch.pieces[name] for name in names)), finished, *[before] * has_prefill)
+  lists = _host(batch.pieces["decode_items"], batch.pieces["worker_starts"])
+  inputs = (*batch.operands, *lists, finished, *[before] * has_prefill)
 
   def program(module: Any) -> tuple[Callable, tuple]:
     static = {"plan": plan, "scale": spec.scale, "soft_cap": None, "tuning": tuning}
