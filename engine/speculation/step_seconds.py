@@ -6,7 +6,8 @@ of the largest known one counts as the known ones suggest, so drafts grow with w
 
 Contexts grow, and other work comes and goes. That changes steps of all sizes alike, so a change at a well-known size
 changes the others in proportion. One bad moment must not decide for ever: what a size takes more than smaller ones
-counts less and less if it was not measured for long, and its measurements begin anew.
+counts less and less if it was not measured for long, and its measurements begin anew. One that few steps showed, and
+that is longer than its tokens would take one after another, counts no more then: these steps waited for other work.
 """
 
 from bisect import bisect_left
@@ -56,6 +57,8 @@ class StepSeconds:
     count, known, latest, *first = point
     is_stale = self._num_steps - latest > _BEGINS_ANEW_AFTER
     if is_stale and (count >= _FEW or not known):
+      if known and count < _MANY:  # the least of few
+        known = min(known, seconds)
       count, first = 0, []
     if count < _FEW:
       count += 1
@@ -134,7 +137,11 @@ class StepSeconds:
       return [UNKNOWN] * (count + 1)
     for size, share in shares.items():
       if size > first and seconds[size] > least:
-        seconds[size] = least + share * (seconds[size] - least)
+        if share < 1 and _FEW <= self._points[size][0] < _MANY and first * seconds[size] > size * least:
+          del seconds[size]
+        else:
+          seconds[size] = least + share * (seconds[size] - least)
+    sizes = sorted(seconds)
     found = []
     largest = sizes[-1]
     for tokens in range(num_tokens, num_tokens + count + 1):

@@ -3,9 +3,13 @@
   python -m tools.bench.speculative_texts [--speculation=auto] [--turns=9] [--requests=10] [--rows=1]
 
 Both engines serve the demo model on this thread, greedily. The kinds are those of the model's skills (stories, copies,
-reversals, JSON, recall), JSON under a schema (`schema`), and a story that the prompt holds twice and begins again
-(`repeat`). Each group of `rows` requests is served three times in a row: with speculation, without, and without again,
-in changing order, so that other work on the machine meets all three. All outputs must be the same.
+reversals, JSON, recall), JSON under a schema (`schema`), and three that copy. `repeat` is a story that the prompt holds
+twice and begins again. `longest` is twelve words, the longest copies that the model was trained on. `again` is JSON that
+the conversation already holds, since the user repeats a question. The model's answers to the last two are right, with
+13 and 20 tokens; it copies nothing longer to its end.
+
+Each group of `rows` requests is served three times in a row: with speculation, without, and without again, in changing
+order, so that other work on the machine meets all three. All outputs must be the same.
 
   ratio       seconds without speculation over those with it: for each group the median over turns, summed over groups
   quartiles   of the ratios of single groups and turns
@@ -18,6 +22,7 @@ in changing order, so that other work on the machine meets all three. All output
 from collections.abc import Iterator, Sequence
 import json
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -36,6 +41,7 @@ from server.text.constraint_compiler import ConstraintCompiler, OutputGrammar
 from server.text.tokenizer import load_tokenizer
 from tools.arguments import CommandParser, positive_int
 from tools.bench.speculation import find_rung
+from tools.demo_model import corpus
 from tools.demo_model.measure_draft import KINDS, make_messages
 from tools.demo_model.train import chat_ids
 from tools.make_random_model import find_bench_model
@@ -44,6 +50,8 @@ from tools.measure import commit, machine
 _OUTPUT = 96
 _LONGEST = 512  # tokens of a prompt and its output
 _BEGUN = 12  # tokens of the third copy of a story
+_COPIED_WORDS = 12
+_MORE_KINDS = ("schema", "repeat", "longest", "again")
 _SCHEMA = {
   "type": "object",
   "properties": {
@@ -86,12 +94,27 @@ def serve(
 
 def make_prompts(plain: Built, tokenizer: Tokenizer, kind: str, count: int) -> list[list[int]]:
   """Returns token ids of `count` prompts of a kind."""
+  if kind in ("longest", "again"):
+    rng = random.Random(3)
+    return [chat_ids(tokenizer, _make_copy(kind, rng)) for _ in range(count)]
   source = {"schema": "json", "repeat": "story"}.get(kind, kind)
   prompts = [chat_ids(tokenizer, messages) for messages in make_messages(source, count)]
   if kind != "repeat":
     return prompts
   stories = [serve(plain, f"story-{each}", [prompt], False, None).outputs[0] for each, prompt in enumerate(prompts)]
   return [[*prompt, *story, *story, *story[:_BEGUN]] for prompt, story in zip(prompts, stories, strict=True)]
+
+
+def _make_copy(kind: str, rng: random.Random) -> list[dict[str, str]]:
+  """Returns a conversation that the model was not trained on, and whose answer copies text of it."""
+  if kind == "again":
+    turn = corpus.skill_turn("json", rng, held_out=True)
+    question = {"role": "user", "content": turn.user}
+    return [question, {"role": "assistant", "content": turn.answer or ""}, question]
+  while True:
+    text = f"Copy: {' '.join(rng.sample(corpus.ALL_WORDS, _COPIED_WORDS))}"
+    if corpus.is_held_out(text):
+      return [{"role": "user", "content": text}]
 
 
 def measure_kind(
@@ -191,15 +214,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = CommandParser("bench_speculative_texts", __doc__)
   choices = [kind for kind in SPECULATION if kind not in ("none", "draft")]
   parser.add_argument("--speculation", default="auto", choices=choices, help="of the drafted engine")
-  parser.add_argument("--kinds", default=",".join((*KINDS, "schema", "repeat")), help="kinds of text")
+  parser.add_argument("--kinds", default=",".join((*KINDS, *_MORE_KINDS)), help="kinds of text")
   parser.add_argument("--requests", type=positive_int, default=10, help="texts of each kind")
   parser.add_argument("--rows", type=positive_int, default=1, help="texts that are served together, at most 64")
   parser.add_argument("--turns", type=positive_int, default=9, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="auto", choices=("auto", "true", "false"), help="see the server's flag")
   args = parser.parse_args(argv)
   kinds = args.kinds.split(",")
-  if unknown := set(kinds) - {*KINDS, "schema", "repeat"}:
-    parser.error(f"--kinds: {', '.join(sorted(unknown))} is not one of {', '.join((*KINDS, 'schema', 'repeat'))}")
+  if unknown := set(kinds) - {*KINDS, *_MORE_KINDS}:
+    parser.error(f"--kinds: {', '.join(sorted(unknown))} is not one of {', '.join((*KINDS, *_MORE_KINDS))}")
   if args.rows > 64:
     parser.error(f"--rows={args.rows} is above 64, the sequences that run at once; lower it")
   chosen = {key: getattr(args, key) for key in ("speculation", "overlap", "rows")}

@@ -137,6 +137,20 @@ def test_copies_keep_their_gain(seconds: Callable, overlap: bool):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_other_work_during_the_first_trials_does_not_end_drafts(overlap: bool):
+  """Three steps four times as long as alone decided for thousands of steps that no draft pays."""
+  slow = [4.0] * 3
+
+  def disturbed(num_tokens: int) -> float:
+    return demo(num_tokens) * (slow.pop() if 1 < num_tokens <= 8 and slow else 1.0)
+
+  texts = [copy_text(number) for number in range(24)]
+  plain = serve_in_turn("none", overlap, texts, demo)
+  drafted = serve_in_turn("ngram", overlap, texts, disturbed)
+  assert not slow and plain.now > 1.8 * drafted.now, (drafted.now, plain.now)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_whose_drafts_fail_is_charged(overlap: bool):
   config = dataclasses.replace(CONFIG, overlap=overlap)
   script = Script(config, {"a": new_text(1)}, linear)

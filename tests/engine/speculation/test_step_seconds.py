@@ -97,7 +97,7 @@ def test_large_sizes_share_measurements(sizes: tuple[int, int]):
 
 def test_a_measurement_expires():
   times = StepSeconds(None)
-  note(times, 2, 0.51)
+  note(times, 2, 0.51, 8)
   for _ in range(2048):
     times.note_step(1, 0.01)
     times.pass_steps()
@@ -117,7 +117,7 @@ def test_a_size_without_more_tokens_counts_as_half_if_it_was_not_measured_for_lo
 
 def test_a_size_that_was_not_measured_for_long_begins_anew():
   times = StepSeconds(None)
-  note(times, 8, 0.5)
+  note(times, 8, 0.5, 8)
   note(times, 1, 0.01, 127)
   times.note_step(8, 0.5)
   note(times, 1, 0.01, 128)
@@ -130,6 +130,24 @@ def test_a_size_that_was_not_measured_for_long_begins_anew():
     assert times.estimate_steps(1, 7)[-1] == pytest.approx(old, rel=0.01), "the old time, until a new one is known"
   times.note_step(8, 0.04)
   assert times.estimate_steps(1, 7)[-1] == pytest.approx(0.04)
+
+
+def test_few_steps_longer_than_their_tokens_one_after_another_count_for_a_while_only():
+  """They waited for other work."""
+  times = StepSeconds(None)
+  note(times, 1, 0.01)
+  note(times, 2, 0.05)
+  note(times, 4, 0.039)
+  note(times, 1, 0.01, 125)
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.05])
+  times.pass_steps(4)
+  found = times.estimate_steps(1, 3)
+  assert 0.01 < found[1] < 0.02 and found[3] == pytest.approx(0.039, rel=0.01), "four tokens may take as long"
+  times.set_hope(False)
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.05]), "a known time keeps a size from trials"
+  times.set_hope(True)
+  times.note_step(2, 0.012)
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.012], rel=0.01), "the least of few counts"
 
 
 def test_a_restored_state_continues():
