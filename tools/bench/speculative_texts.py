@@ -3,10 +3,10 @@
   python -m tools.bench.speculative_texts [--speculation=auto] [--turns=9] [--requests=10] [--rows=1]
 
 Both engines serve the demo model on this thread, greedily. The kinds are those of the model's skills (stories, copies,
-reversals, JSON, recall), JSON under a schema (`schema`), and three that copy. `repeat` is a story that the prompt holds
-twice and begins again. `longest` is twelve words, the longest copies that the model was trained on. `again` is JSON that
-the conversation already holds, since the user repeats a question. The model's answers to the last two are right, with
-13 and 20 tokens; it copies nothing longer to its end.
+reversals, JSON, recall), JSON under a schema (`schema`), and three that copy. `repeat` is a story that the prompt
+holds twice and begins again. `longest` is twelve words, the longest copies that the model was trained on. `again` is
+JSON that the conversation already holds, since the user repeats a question. The model's answers to the last two are
+right, with 13 and 20 tokens; it copies nothing longer to its end.
 
 Each group of `rows` requests is served three times in a row: with speculation, without, and without again, in changing
 order, so that other work on the machine meets all three. All outputs must be the same.
