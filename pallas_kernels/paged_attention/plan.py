@@ -33,7 +33,7 @@ _DECODE_QUERIES = 4  # most queries of a decode row: memory still bounds the ker
 ALIGNMENT = 64
 _TILE_KEYS = 64  # keys a tile of the decode kernel; parts begin at whole tiles
 _PART_TILES = 1  # tiles of keys that a part costs more, whatever its length: 1.46 us beside 1.52 a tile on an H100
-_SLACK_TILES = 2  # a worker may have as many tiles above its share before the plan cuts rows
+_MOST_SLACK_TILES = 2  # a worker may have at most so many tiles above its share before the plan cuts rows
 _SHORTEST_SHARE = 16  # a cut leaves at least a sixteenth of a share on each side
 _SHARES_OF_ONE_PAIR = 4  # an SM with as many least shares or less leaves its other pair idle: fewer parts to sum
 # The most tokens of a rung without the prefill kernel. That has 128 pairs an item, so it reads keys half as often; with
@@ -140,6 +140,11 @@ class Plan:
   def _shortest(self) -> int:
     """The least tiles of a part."""
     return max(1, self._least // 4)
+
+  @property
+  def _slack(self) -> int:
+    """Tiles that a worker may have above its share before the plan cuts rows; 0 for shares of a tile."""
+    return min(_MOST_SLACK_TILES, self._least // 2)
 
   @property
   def max_parts(self) -> int:
@@ -285,9 +290,9 @@ class Plan:
     share = max(total / workers, self._least + _PART_TILES)  # without the parts that cuts add
     found, num_cut = None, num_rows * heads
     if self.max_parts == 1 or len(tiles) > workers:
-      found = self._deal_whole(of_item, costs, workers, share + _SLACK_TILES)
+      found = self._deal_whole(of_item, costs, workers, share + self._slack)
     else:
-      parts = -(-tiles // (int(share) + _SLACK_TILES - _PART_TILES))
+      parts = -(-tiles // (int(share) + self._slack - _PART_TILES))
       if parts.sum() <= workers and (parts[num_cut:] == 1).all():
         found = _cut_evenly(tiles, parts)
     units, begins, ends, lengths = found or self._cut_line(tiles, costs, num_cut, share)

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import arg_specs, tuning
+from pallas_kernels.paged_attention.plan import make_plan
 from tests.kernels import conformance
 from tests.tools.conftest import ROOT, run_module
 from tools.gpu import __main__ as bench_gpu
-from tools.gpu import cases, device_run, jobs, protocol, report, sweep
+from tools.gpu import cases, device_run, jobs, protocol, report, smoke, sweep
 from tools.gpu.losses import Losses
 
 # --- the processes ----------------------------------------------------------------------------------------------------
@@ -171,6 +172,18 @@ def test_a_batch_shows_what_a_setting_changes() -> None:
       decoded, prefilled = (max(length for queries, length in spec.rows if (queries > 4) == many) for many in (0, 1))
       assert decoded >= max(2 * values.split_tokens, 2 * 64 * values.decode_stages)
       assert prefilled > values.prefill_stages * values.prefill_tile_keys
+
+
+def test_the_jobs_of_split_rows_have_parts_on_few_sms_and_on_all() -> None:
+  """The smoke stage's, and the batches that the emulator and the interpreter run on two SMs."""
+  spec = smoke.spec_of(128)
+  of_rows = [(spec, 2), (spec, 132), *((case, 2) for case in arg_specs.SETTINGS)]
+  of_rows += [(case, 2) for case in arg_specs.GPU_SPECS if case.name in ("long", "decode", "chunk_among_decodes")]
+  for spec, num_sms in of_rows:
+    case = cases.KernelCase(dataclasses.replace(spec, dtype="bfloat16"))
+    plan = make_plan(spec.geometry, 64, num_sms, 2)
+    pieces = plan.split(plan.make_work(case.query_starts, case.kv_lens))
+    assert (pieces["decode_items"][: pieces["worker_starts"][-1], 7] > 1).any(), spec.name
 
 
 # --- first contact ----------------------------------------------------------------------------------------------------
