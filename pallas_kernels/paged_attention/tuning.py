@@ -20,7 +20,7 @@ class Tuning:
   Attributes:
     split_tokens: least positions of the share of a pair of warpgroups, 64 or more: the plan cuts rows into shares.
     decode_stages: tiles of 64 keys and 64 values in the decode kernel's ring, 2 or more; 256 * head_dim bytes each.
-    decode_ctas_per_sm: thread blocks of the decode kernel on an SM, 1 or 2.
+    decode_ctas_per_sm: pairs of warpgroups of the decode kernel on an SM, 1 or 2; they share a thread block.
     prefill_stages: tiles of keys and of values in the prefill kernel's ring, 1 or more.
     prefill_tile_keys: keys a tile of the prefill kernel, 64 or 128.
     write_tokens: tokens of a thread block of the rotary and KV write kernel, a power of two from 4 to 64.

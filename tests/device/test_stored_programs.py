@@ -18,20 +18,12 @@ from engine.device.options import BuildOptions
 from engine.device.programs import Program
 from engine.device.stored_programs import StoredPrograms
 from engine.errors import ConfigError
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from tools.make_random_model import write_model
-from tools.parity.cases import CASES
-
-RAW = CASES["llama3"][0] | {"num_hidden_layers": 2}
-SMALL = {"token_budgets": (8, 16), "max_num_seqs": 4, "prefill_chunk": 16, "kv_cache_mb": 1, "max_model_len": 64}
+from tests.device.stored_engine import SMALL, answers, write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-  path = tmp_path_factory.mktemp("models") / "tiny"
-  write_model(path, RAW, seed=3)
-  return str(path)
+  return write_tiny_model(tmp_path_factory)
 
 
 def start(model: str, cache: pathlib.Path, **changes) -> tuple[Built, list]:
@@ -39,20 +31,6 @@ def start(model: str, cache: pathlib.Path, **changes) -> tuple[Built, list]:
   jax.clear_caches()  # a program that JAX has in this process has no entry
   options = BuildOptions(model, compile_cache_dir=str(cache), **(SMALL | changes))
   return build_engine(options, lambda *_: None, events.extend), events
-
-
-def answers(built: Built, events: list) -> list:
-  """Tokens and log probabilities, to the bit, of requests that touch the steps and the tables."""
-  params = (
-    SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True),
-    SamplingParams(max_tokens=12, presence_penalty=1.0, logit_bias=((3, 2.0),), seed=1, ignore_eos=True),
-  )
-  for index, each in enumerate(params):
-    built.engine.submit(Request(f"{index}", [3 + index, 4, 5, 9, 11] * 5, each))
-  while built.engine.num_live:
-    built.engine.step()
-  assert built.runner.compiles_after_ready == 0
-  return [(event.request_id, tuple(event.token_ids), event.logprobs) for event in events]
 
 
 def never(program: Program):
