@@ -65,10 +65,10 @@ def read_requests(path):
   return [line for line in lines if "prompt" in line]
 
 
-def due(waiting, start_s, realtime):
-  """Takes the due requests out of `waiting` (ordered by arrival, the latest first)."""
+def due(waiting, start_s, realtime, most):
+  """Takes at most `most` due requests out of `waiting` (ordered by arrival, the latest first)."""
   taken = []
-  while waiting and (not realtime or start_s + waiting[-1]["arrival_s"] <= time.monotonic()):
+  while waiting and len(taken) < most and (not realtime or start_s + waiting[-1]["arrival_s"] <= time.monotonic()):
     taken.append(waiting.pop())
   return taken
 

@@ -67,7 +67,9 @@ def main():
       waiting = sorted(requests, key=lambda request: -request["arrival_s"] if realtime else 0.0)
       handles, missing = {}, {request["id"]: request["output_len"] for request in requests}
       while missing:
-        for request in face.due(waiting, start_s, realtime):
+        running = len(handles) + len(missing) - len(requests)
+        # OpenVINO itself would exceed max_num_seqs: with 1 it runs two requests at once.
+        for request in face.due(waiting, start_s, realtime, args.max_requests - running):
           submit(request, log, handles)
         if not pipeline.has_non_finished_requests():
           time.sleep(max(0.0, start_s + waiting[-1]["arrival_s"] - time.monotonic()))

@@ -37,8 +37,15 @@ build_llama_server() {
 set_up() {
   rm -f "$2/.ready"
   make_venv "$2" || return 1
-  "$2/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $4 \
-    --extra-index-url https://download.pytorch.org/whl/cpu -r "$3" || return 1
+  # The index of CPU builds of torch, where it can be reached; else torch is PyPI's, which has no other build for Linux.
+  index=https://download.pytorch.org/whl/cpu
+  "$2/bin/python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=20)' $index &&
+    index="--extra-index-url $index" || index=
+  "$2/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $4 $index -r "$3" || return 1
+  # PyPI's build cannot be imported without CUDA's libraries.
+  if torch=$(grep '^torch==' "$3") && ! "$2/bin/python" -c 'import torch'; then
+    "$2/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -c "$3" "$torch" || return 1
+  fi
   if [ "$1" = llama_cpp ]; then build_llama_server "$2" "$3" || return 1; fi
   cp "$3" "$2/.ready"
 }

@@ -4,13 +4,14 @@ import json
 import pathlib
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
 from engine.errors import ConfigError
 from tests.tools.conftest import run_module
-from tools.peers import agreement, face, report, write_gguf
+from tools.peers import agreement, face, report, run_openvino, write_gguf
 from tools.peers.process import PeerProcess, read_outcomes
 from tools.workload import WorkRequest, write_requests
 
@@ -125,9 +126,73 @@ def test_too_few_tokens_are_a_failed_request(tmp_path):
 
 def test_requests_fall_due_at_their_times():
   waiting = [{"arrival_s": 1e6}, {"arrival_s": 0.0}]
-  assert face.due(waiting, time.monotonic(), True) == [{"arrival_s": 0.0}]
-  assert face.due(waiting, time.monotonic(), True) == []
-  assert face.due(waiting, time.monotonic(), False) == [{"arrival_s": 1e6}]
+  assert face.due(waiting, time.monotonic(), True, 0) == []
+  assert face.due(waiting, time.monotonic(), True, 2) == [{"arrival_s": 0.0}]
+  assert face.due(waiting, time.monotonic(), True, 2) == []
+  assert face.due(waiting, time.monotonic(), False, 2) == [{"arrival_s": 1e6}]
+
+
+class StandInPipeline:
+  """OpenVINO GenAI's pipeline with a token a step for each request, however many there are."""
+
+  def __init__(self):
+    self.running: list[StandInHandle] = []
+    self.most = 0  # requests at once
+
+  def add_request(self, _number, _prompt, config):
+    handle = StandInHandle(config.max_new_tokens)
+    self.running.append(handle)
+    return handle
+
+  def has_non_finished_requests(self):
+    return bool(self.running)
+
+  def step(self):
+    self.most = max(self.most, len(self.running))
+    for handle in self.running:
+      handle.step()
+    self.running = [handle for handle in self.running if handle.left]
+
+
+class StandInHandle:
+  """Of a request with `left` tokens to come."""
+
+  def __init__(self, left):
+    self.left, self._ready = left, []
+
+  def step(self):
+    self.left -= 1
+    self._ready.append(7)
+
+  def can_read(self):
+    return bool(self._ready)
+
+  def read(self):
+    found, self._ready = self._ready, []
+    return {0: types.SimpleNamespace(generated_ids=found)}
+
+
+def test_openvino_gets_no_more_requests_at_once_than_allowed(tmp_path, monkeypatch):
+  pipeline = StandInPipeline()
+  names = {
+    "SchedulerConfig": types.SimpleNamespace,
+    "GenerationConfig": lambda: types.SimpleNamespace(set_eos_token_id=lambda _: None),
+    "ContinuousBatchingPipeline": lambda *_: pipeline,
+  }
+  monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Tensor=list))
+  monkeypatch.setitem(sys.modules, "openvino_genai", types.SimpleNamespace(**names))
+  monkeypatch.setattr(run_openvino, "convert", lambda *_: "")
+  monkeypatch.setattr(sys, "argv", ["run_openvino", "--model=m", "--work=w", "--max_requests=2"])
+  peers: list[face.Peer] = []
+  monkeypatch.setattr(face, "serve", lambda begin: peers.append(begin()))
+  run_openvino.main()
+  requests = [{"id": number, "arrival_s": 0.0, "prompt": [1], "output_len": 1 + number} for number in range(5)]
+  log = face.Log(requests, time.monotonic(), False)
+  assert peers[0].run is not None
+  peers[0].run(requests, log, time.monotonic(), False)
+  log.write(tmp_path / "o")
+  assert [len(outcome.tokens) for outcome in read_outcomes(tmp_path / "o")] == [1, 2, 3, 4, 5]
+  assert pipeline.most == 2
 
 
 def rotated(x: np.ndarray, position: float, pairs: list[tuple[int, int]]) -> np.ndarray:
