@@ -1,13 +1,16 @@
 """The engine's resolved settings: frozen, checked once, with derived values as properties. Pure Python."""
 
 import dataclasses
+import math
 
 from engine.errors import ConfigError
-from engine.settings import SchedulingSettings, check_settings, check_speculation
+from engine.settings import LOCKSTEP, SchedulingSettings, check_settings, check_speculation
 from engine.shapes import PADDED, ShapeLadder, check_prefill_chunk
 
 # The bytes that a CPU reads at 20 GB/s in twenty times the host's part of a step, 0.5 ms.
 CPU_OVERLAP_BYTES = 200_000_000
+# Of draft_step_limit=0 with speculation=auto: the 99th percentile of gaps between tokens stays as without drafts.
+DRAFT_STEP_LIMIT = 1.15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class EngineConfig(SchedulingSettings):
     pooling: last or mean, of an embedding; auto without embeddings.
     headless: the architecture of a model without a head of tokens, such as LlamaModel, which generates nothing; "": it
       generates.
+    speculation: as choose_speculation resolves the setting; unlike a server's, none by default.
     labels: names of the classes whose scores take the place of embeddings; (): none.
     class_activation, pair_activation, pad_token_id: as in models.config.ClassHead.
   """
@@ -58,10 +62,13 @@ class EngineConfig(SchedulingSettings):
   class_activation: str = "none"
   pair_activation: str = "none"
   pad_token_id: int = -1
+  speculation: str = dataclasses.field(
+    default="none", metadata=SchedulingSettings.__dataclass_fields__["speculation"].metadata
+  )
 
   def __post_init__(self):
     check_settings(self)
-    check_speculation(self)
+    check_speculation(self, without_drafts=("none",))
     for name in ("vocab_size", "max_model_len", "num_blocks", "block_size", "max_num_seqs", "prefill_chunk"):
       if getattr(self, name) < 1:
         raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; set --{name}")
@@ -85,6 +92,13 @@ class EngineConfig(SchedulingSettings):
     return ShapeLadder(self.token_budgets, self.max_num_seqs)
 
   @property
+  def most_step_ratio(self) -> float:
+    """Most times that a step with drafts may be as long as one without; see draft_step_limit."""
+    if self.draft_step_limit:
+      return self.draft_step_limit
+    return DRAFT_STEP_LIMIT if self.speculation == "auto" and not self.has_draft_model else math.inf
+
+  @property
   def num_proposals(self) -> int:
     """Tokens that a draft model proposes for a row: with overlap one more, which may stand for a token in flight."""
     return self.num_speculative_tokens + self.overlap if self.has_draft_model else 0
@@ -98,6 +112,19 @@ class EngineConfig(SchedulingSettings):
   def pool_tokens(self) -> int:
     """Tokens the whole KV pool holds."""
     return self.num_blocks * self.block_size
+
+
+def choose_speculation(
+  setting: str, batching: str, max_num_seqs: int, headless: str = "", has_draft_model: bool = False
+) -> str:
+  """Returns the setting, but none instead of auto where no step could verify a draft.
+
+  Other values stay, and auto beside a draft model, so that EngineConfig refuses them.
+
+  Args: all but `setting` as the fields of EngineConfig.
+  """
+  is_possible = batching not in LOCKSTEP and max_num_seqs > 1 and not headless
+  return "none" if setting == "auto" and not is_possible and not has_draft_model else setting
 
 
 def choose_overlap(setting: str, platform: str, weight_bytes: int) -> bool:

@@ -95,7 +95,9 @@ class DraftPlanner:
     for row, request in enumerate(decodes):
       end = starts[row] + 1
       spare = (len(request.block_table) + blocks_left) * block_size - end
-      candidate = speculation.make_candidate(row, request, min(request.max_computed_tokens - end, spare))
+      # With overlap the next step has a position left to compute: else it is planned alone, and takes longer.
+      left = request.max_computed_tokens - end - (self._config.overlap and request.constraint is None)
+      candidate = speculation.make_candidate(row, request, min(left, spare))
       if candidate is not None:
         candidates.append(candidate)
     if not candidates:

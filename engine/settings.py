@@ -18,6 +18,7 @@ from engine.shapes import GPU, PADDED, TPU, UNPADDED_CPU, LadderDefault, ShapeLa
 
 POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")  # engine/policy.py has them
 BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")  # engine/batching.py
+LOCKSTEP = ("static", "dynamic")  # of BATCHING, those whose rows decode in lockstep
 ADMISSION = ("queue", "goodput")  # engine/admission.py
 PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
 SPECULATION = ("none", "ngram", "draft", "auto")  # engine/speculation has the drafters
@@ -247,11 +248,11 @@ class SchedulingSettings:
   )
 
   speculation: str = setting(
-    "none",
+    "auto",
     "Speculative decoding: the step that computes a token also verifies drafts of the next ones. ngram: drafts are "
     "what followed the latest tokens when the prompt or the output had them before; draft: what --draft_model "
-    "proposes; auto: both, and tokens that an output constraint leaves no choice about. Outputs do not change. Not "
-    "with --batching=static or dynamic.",
+    "proposes; auto: both, and tokens that an output constraint leaves no choice about, within --draft_step_limit. "
+    "Outputs do not change. With --batching=static or dynamic, auto is none.",
     group=_BATCHING,
     choices=SPECULATION,
   )
@@ -262,6 +263,15 @@ class SchedulingSettings:
     group=_BATCHING,
     at_least=1,
     at_most=MAX_DRAFTS,
+  )
+
+  draft_step_limit: float = setting(
+    0.0,
+    "With --speculation: most times that a step may take as long with drafts as without. A larger limit shortens the "
+    "mean time of a token, a smaller one keeps the gaps between tokens even. 0: 1.15 with --speculation=auto and no "
+    "--draft_model, otherwise no limit.",
+    group=_BATCHING,
+    at_least=0,
   )
 
   enable_embeddings: bool = setting(
@@ -457,12 +467,19 @@ class DeviceSettings:
   )
 
 
-def check_speculation(scheduling: SchedulingSettings) -> None:
-  """Raises ConfigError if a setting excludes speculation."""
-  if scheduling.speculation != "none" and scheduling.batching in ("static", "dynamic"):
+def check_speculation(scheduling: SchedulingSettings, without_drafts: tuple[str, ...] = ("none", "auto")) -> None:
+  """Raises ConfigError if a setting excludes speculation.
+
+  Args: without_drafts: values of speculation that may mean that no step has drafts.
+  """
+  if scheduling.speculation not in without_drafts and scheduling.batching in LOCKSTEP:
     raise ConfigError(
       f"speculation={scheduling.speculation} does not go with batching={scheduling.batching}, whose waves decode in "
       "lockstep; leave out --speculation, or set another --batching"
+    )
+  if 0 < scheduling.draft_step_limit < 1:
+    raise ConfigError(
+      f"draft_step_limit={scheduling.draft_step_limit:g} must be 0 or at least 1; set --draft_step_limit"
     )
 
 
@@ -477,7 +494,7 @@ def check_draft_model(devices: DeviceSettings, scheduling: SchedulingSettings) -
     return
   for name, excluded, remedy in (
     ("speculation", scheduling.speculation in ("none", "ngram"), "set --speculation=draft or auto"),
-    ("batching", scheduling.batching == "disaggregated", "set another --batching"),
+    ("batching", scheduling.batching in ("disaggregated", *LOCKSTEP), "set another --batching"),
     ("enable_lora", scheduling.enable_lora, "leave out --enable_lora"),
     ("num_devices", devices.num_devices != 1, "set --num_devices=1"),
   ):

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine import accelerator
 from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, ProgramsFact, ProgramsMadeFact, ignore_fact
-from engine.config import EngineConfig, choose_overlap
+from engine.config import EngineConfig, choose_overlap, choose_speculation
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.adapter_folder import AdapterArrays, AdapterReader
@@ -459,6 +459,11 @@ def build_side(
       host_dir=host_dir,
     )
   )
+  head = _describe_head(model)
+  settings = {declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)}
+  settings["speculation"] = choose_speculation(
+    options.speculation, options.batching, choice.max_num_seqs, head.get("headless", ""), draft is not None
+  )
   config = EngineConfig(
     vocab_size=model.vocab_size,
     max_model_len=max_model_len,
@@ -475,8 +480,8 @@ def build_side(
     eos_token_ids=declared.eos_token_ids,
     embedding_size=model.model_dim if options.enable_embeddings and model.class_head is None else 0,
     pooling=pooling,
-    **_describe_head(model),
-    **{declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)},
+    **head,
+    **settings,
   )
   chosen, make, stored = spec(pool.num_blocks, max_model_len), Program.compile, None
   if source is not None:

@@ -81,6 +81,19 @@ def add_caution(seconds: Sequence[float], base: float) -> list[float]:
   return [base + _CAUTION * (each - base) if each > base else each for each in seconds]
 
 
+def limit_seconds(seconds: list[float], measured: Sequence[float], longest: float) -> list[float]:
+  """Returns the times of steps with 0, 1, 2, ... drafts, up to the first that took longer than `longest`.
+
+  Args:
+    seconds: the times, as a choice estimates them. The first one stays.
+    measured: the same, as they were measured.
+  """
+  for number in range(1, len(seconds)):
+    if measured[number] > longest:
+      return seconds[:number]
+  return seconds
+
+
 def list_chances(rate: float, count: int, num_unknown: int = 0, later: float | None = None) -> list[float]:
   """Returns the chance that the first 1, 2, ..., `count` drafts are accepted.
 

@@ -8,12 +8,13 @@ drafts are in flight may wait for them instead: then the next step is planned al
 """
 
 from collections.abc import Sequence
+import math
 from typing import Any, NamedTuple
 
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.speculation.credit import DraftCredit
-from engine.speculation.draft_choice import DraftChoice, StepOption, add_caution, choose_drafts
+from engine.speculation.draft_choice import DraftChoice, StepOption, add_caution, choose_drafts, limit_seconds
 from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
 # Of so many steps without drafts the time of one is noted, at 20 us right after a step: first this number, and twice as
@@ -60,6 +61,8 @@ class DraftCosts:
     self.credit = DraftCredit()
     self._overlap, self._has_model = config.overlap, config.has_draft_model
     self._computes_padding = config.computes_padding
+    self._step_limit = config.most_step_ratio  # of a step with drafts, and of the one after it
+    self._has_limit = self._step_limit < math.inf
     ladder = config.ladder if config.computes_padding else None
     # The time of a step that is planned with nothing in flight has the host's part in it.
     self._alone_seconds = StepSeconds(ladder)
@@ -124,7 +127,11 @@ class DraftCosts:
       return self._choose_with_next(planned, chances, is_free, proposing, later)
     base = self._alone_seconds.estimate_step(planned.num_tokens)
     table = self._alone_proposing if proposing else self._alone_seconds
-    seconds = add_caution(table.estimate_steps(planned.num_tokens, most), base)
+    seconds = table.estimate_steps(planned.num_tokens, most)
+    if self._has_limit:
+      measured = table.estimate_steps(planned.num_tokens, most, as_measured=True)
+      seconds = limit_seconds(seconds, measured, self._step_limit * base)
+    seconds = add_caution(seconds, base)
     return choose_drafts(chances, StepOption(planned.num_decodes, seconds), planned.num_decodes / base, most)
 
   def _choose_with_next(
@@ -148,9 +155,17 @@ class DraftCosts:
     base = self._behind_seconds.estimate_step(num_tokens)
     table = self._behind_proposing if proposing else self._behind_seconds
     seconds = table.estimate_steps(num_tokens, most)
+    alone = self._estimate_alone(num_tokens, seconds, proposing)
     rest = min(base, self._behind_seconds.estimate_step(num_free))  # of the next step
     slowed = self._slowed_seconds.estimate_step(num_free)
     after = rest if slowed == UNKNOWN else max(rest, slowed)
+    if self._has_limit:
+      longest = self._step_limit * base
+      measured = table.estimate_steps(num_tokens, most, as_measured=True)
+      alone = limit_seconds(alone, self._estimate_alone(num_tokens, measured, proposing, as_measured=True), longest)
+      seconds = limit_seconds(seconds, measured, longest)
+      if slowed != UNKNOWN and self._slowed_seconds.estimate_steps(num_free, 0, as_measured=True)[0] > longest:
+        seconds = seconds[:1]
     num_rows = planned.num_decodes + num_free
     option = StepOption(
       num_rows,
@@ -160,20 +175,21 @@ class DraftCosts:
     best = choose_drafts(chances, option, num_rows / (base + rest), most)
     if not any(best.counts) and planned.is_behind:
       return best
-    waiting_rate = self._estimate_waiting(planned, later)
+    waiting_rate = self._estimate_waiting(planned, later) if len(alone) > 1 else 0.0
     if planned.is_behind:  # a trial does not follow the drafts of another one
       may_follow = table.knows_size(num_tokens + sum(best.counts)) and waiting_rate <= best.rate
       return best if may_follow else DraftChoice([0] * len(chances), best.rate)
     required = [index for index, free in enumerate(is_free) if free]
     if planned.may_wait and len(required) == num_free and waiting_rate > best.rate:
-      alone = add_caution(self._estimate_alone(num_tokens, seconds, proposing), base)
-      option = StepOption(planned.num_decodes, alone, required)
+      option = StepOption(planned.num_decodes, add_caution(alone, base), required)
       waiting = choose_drafts(chances, option, num_rows / (base + rest), most)
       if any(waiting.counts):
         return waiting._replace(waits=True)
     return best
 
-  def _estimate_alone(self, num_tokens: int, behind: list[float], proposing: bool = False) -> list[float]:
+  def _estimate_alone(
+    self, num_tokens: int, behind: list[float], proposing: bool = False, as_measured: bool = False
+  ) -> list[float]:
     """Returns the seconds of a step with 0, 1, 2, ... drafts for which the next one waits.
 
     The device's part is at least that of steps behind others, of which larger sizes are known, too.
@@ -181,7 +197,7 @@ class DraftCosts:
     Args: behind: the seconds of steps planned behind another one.
     """
     table = self._alone_proposing if proposing else self._alone_seconds
-    alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0])
+    alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0], as_measured)
     return [
       each if other == UNKNOWN else max(each, other + alone[0] - behind[0])
       for each, other in zip(alone, behind, strict=True)

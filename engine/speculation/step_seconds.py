@@ -42,7 +42,7 @@ class StepSeconds:
     self._scale = 1.0
     self._num_steps = 0
     self._is_hopeful = True
-    self._found: dict[tuple[int, float], list[float]] = {}  # estimates since the latest measurement, from `base` on
+    self._found: dict[tuple, list[float]] = {}  # estimates since the latest measurement, by arguments
 
   def note_step(self, num_tokens: int, seconds: float, num_steps: int = 1) -> float:
     """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed.
@@ -95,18 +95,23 @@ class StepSeconds:
     self._num_steps += num_steps
     self._found.clear()
 
-  def estimate_steps(self, num_tokens: int, count: int, base: float = UNKNOWN) -> list[float]:
+  def estimate_steps(
+    self, num_tokens: int, count: int, base: float = UNKNOWN, as_measured: bool = False
+  ) -> list[float]:
     """Returns the seconds of steps of `num_tokens` and of up to `count` more tokens; never decreasing.
 
     [UNKNOWN, ...] if no smaller or equal size is known: such a step must be measured first.
 
     A choice needs the same steps again and again, at 12 us each, so they are kept until the next measurement.
 
-    Args: base: seconds of a step of `num_tokens` of another kind, if this one is not known.
+    Args:
+      base: seconds of a step of `num_tokens` of another kind, if this one is not known.
+      as_measured: old times and those of few steps count whole.
     """
-    found = self._found.get((num_tokens, base))
+    found = self._found.get((num_tokens, base, as_measured))
     if found is None or len(found) <= count:
-      found = self._found[num_tokens, base] = self._estimate_steps(num_tokens, count, base)
+      found = self._estimate_steps(num_tokens, count, base, as_measured)
+      self._found[num_tokens, base, as_measured] = found
     return found[: count + 1]
 
   def set_hope(self, is_hopeful: bool) -> None:
@@ -117,17 +122,17 @@ class StepSeconds:
 
   def estimate_step(self, num_tokens: int) -> float:
     """Returns the seconds of a step of `num_tokens`, or UNKNOWN."""
-    found = self._found.get((num_tokens, UNKNOWN))
+    found = self._found.get((num_tokens, UNKNOWN, False))
     return found[0] if found else self.estimate_steps(num_tokens, 0)[0]
 
-  def _estimate_steps(self, num_tokens: int, count: int, base: float) -> list[float]:
+  def _estimate_steps(self, num_tokens: int, count: int, base: float, as_measured: bool) -> list[float]:
     self._drop_expired()
     first = self._size_of(num_tokens)
     seconds, shares = {}, {}
     for size, (_, known, latest, *_) in self._points.items():
       if known:
         age = max(0, min(_HALVES_AFTER, self._num_steps - latest - _BEGINS_ANEW_AFTER))
-        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self._is_hopeful else 1.0
+        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self._is_hopeful and not as_measured else 1.0
         seconds[size] = self._scale * known * (shares[size] if size <= first else 1.0)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base

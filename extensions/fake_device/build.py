@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.adapters import AdapterWeights
 from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, ignore_fact
-from engine.config import EngineConfig, choose_overlap
+from engine.config import EngineConfig, choose_overlap, choose_speculation
 from engine.engine import Emit, Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import name_of_model
@@ -133,6 +133,9 @@ def build_fake(
     "token_budgets": ladder.token_budgets,
     "max_num_seqs": ladder.max_num_seqs,
     "prefill_chunk": ladder.prefill_chunk,
+    "speculation": choose_speculation(
+      settings.get("speculation", "none"), settings.get("batching", "chunked"), ladder.max_num_seqs
+    ),
   }
   config = EngineConfig(**chosen)
   device = FakeDevice(config, step_s)

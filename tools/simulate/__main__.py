@@ -138,7 +138,7 @@ def engine_config(args: Any, costs: StepCosts, has_drafts: bool = False) -> Engi
     all_rungs=True,
   )
   values |= {name: getattr(ladder, name) for name in _OF_LADDER}
-  speculation = "ngram" if has_drafts else "none"
+  speculation = "auto" if has_drafts else "none"
   return EngineConfig(vocab_size=VOCAB_SIZE, computes_padding=not costs.by_tokens, speculation=speculation, **values)
 
 

@@ -11,7 +11,7 @@ from tests.engine.test_seeded_bugs import Bug, seeded
 WORLDS = 60  # most worlds that a bug may survive before it counts as missed
 
 BUGS = (
-  Bug("drafts go past the longest output", "draft_rows", "min(request.max_computed_tokens - end, spare)", "spare"),
+  Bug("drafts go past the longest output", "draft_rows", "min(left, spare)", "spare"),
   Bug(
     "a request has a row beside drafts that it awaits", "scheduler", "if awaits and request.num_drafts:", "if False:"
   ),
