@@ -1,8 +1,10 @@
 """Settings, shapes and sampling parameters refuse what is wrong, with value, limit and remedy."""
 
+import dataclasses
+
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, choose_speculation
 from engine.errors import ConfigError, InvalidRequest, ShapeNotOnLadder
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -44,6 +46,10 @@ def test_bad_ladders(budgets: tuple[int, ...], seqs: int, message: str):
     ({"aging_s": float("nan")}, "aging_s=nan must be a finite number, at least 0; set --aging_s"),
     ({"queue_timeout_s": -1.0}, "queue_timeout_s=-1.0"),
     ({"prefill_chunk": 513}, "prefill_chunk=513 exceeds the top token budget 512"),
+    ({"draft_step_limit": 0.9}, "draft_step_limit=0.9 must be 0 or at least 1; set --draft_step_limit"),
+    ({"draft_step_limit": -1.0}, "draft_step_limit=-1.0 must be at least 0"),
+    ({"speculation": "auto", "batching": "static"}, "speculation=auto does not go with batching=static"),
+    ({"speculation": "auto", "max_num_seqs": 1}, "speculation=auto needs logit rows for drafts"),
   ],
 )
 def test_bad_settings(changes: dict, message: str):
@@ -54,6 +60,32 @@ def test_bad_settings(changes: dict, message: str):
 def test_derived_settings():
   config = EngineConfig(vocab_size=100, max_model_len=65, num_blocks=4, block_size=16)
   assert config.pool_tokens == 64
+
+
+def test_drafts_lengthen_steps_by_little_where_nobody_asked_for_them():
+  config = EngineConfig(vocab_size=100, max_model_len=65, num_blocks=4, speculation="auto")
+  assert config.most_step_ratio == 1.15
+  for changes in ({"speculation": "ngram"}, {"has_draft_model": True}):
+    assert dataclasses.replace(config, **changes).most_step_ratio == float("inf")
+    assert dataclasses.replace(config, draft_step_limit=1.5, **changes).most_step_ratio == 1.5
+
+
+@pytest.mark.parametrize(
+  ("changes", "found"),
+  [
+    ({}, "auto"),
+    ({"batching": "disaggregated"}, "auto"),
+    ({"batching": "static"}, "none"),
+    ({"batching": "dynamic"}, "none"),
+    ({"max_num_seqs": 1}, "none"),
+    ({"headless": "LlamaModel"}, "none"),
+    ({"batching": "static", "has_draft_model": True}, "auto"),
+    ({"batching": "static", "setting": "ngram"}, "ngram"),
+    ({"max_num_seqs": 1, "setting": "draft"}, "draft"),
+  ],
+)
+def test_auto_is_none_where_no_step_could_verify_a_draft(changes: dict, found: str):
+  assert choose_speculation(**{"setting": "auto", "batching": "chunked", "max_num_seqs": 64} | changes) == found
 
 
 @pytest.mark.parametrize(

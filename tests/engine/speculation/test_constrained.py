@@ -137,7 +137,7 @@ def serve(seed: int, trace: str = "", **changes):
 @pytest.mark.parametrize("speculation", ["ngram", "auto"])
 def test_tokens_and_finishes_are_those_without_drafts(speculation: str, overlap: bool):
   masked = plain = preemptions = 0
-  for seed in range(12):
+  for seed in range(14):
     batching = ("chunked", "continuous")[seed % 2]
     engine, _, batches = serve(
       seed, speculation=speculation, overlap=overlap, batching=batching, num_blocks=(40, 13)[seed % 3 == 1]

@@ -10,6 +10,7 @@ import json
 import logging
 from pathlib import Path
 import random
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,32 @@ def test_where_drafts_fail_trials_are_short(overlap: bool):
   script = Script(dataclasses.replace(CONFIG, overlap=overlap), {"a": new_text(3, 900)}, seconds).run()
   counts = [sum(batch.num_drafts) for batch in script.batches if batch.num_drafts]
   assert counts and sum(count == 1 for count in counts) >= 0.7 * len(counts), counts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_limit_keeps_steps_with_drafts_short(overlap: bool):
+  def seconds(num_tokens: int) -> float:
+    return 0.01 + 0.001 * num_tokens
+
+  def most_drafts(**changes: Any) -> int:
+    """Returns the most drafts of a step after those that measure each size."""
+    config = dataclasses.replace(CONFIG, overlap=overlap, **changes)
+    text = [*range(400)]
+    script = Script(config, {"a": (text, text[1:])}, seconds).run()
+    return max(sum(batch.num_drafts) for batch in script.batches if batch.num_drafts and batch.step > 50)
+
+  assert most_drafts() == most_drafts(draft_step_limit=9.0) == 7
+  assert most_drafts(draft_step_limit=1.35) == 3 and most_drafts(speculation="auto") == 1, "0.014 and 0.012 s"
+
+
+def test_with_overlap_drafts_leave_a_position_to_the_next_step():
+  """Or a row with rejected drafts near the end of its output would be planned alone."""
+  config = dataclasses.replace(CONFIG, overlap=True)
+  for length in range(20, 50):
+    prompt, answer = copy_text(length)
+    script = Script(config, {"a": (prompt, answer[:length])}, flat).run()
+    ends = [batch.starts[0] + batch.counts[0] for batch in script.batches if batch.num_drafts]
+    assert ends and max(ends) < len(prompt) + length - 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -56,6 +56,17 @@ def test_a_smaller_step_that_took_longer_costs_no_less_than_it():
   assert times.estimate_steps(1, 2) == [0.02] * 3
 
 
+def test_as_measured_old_times_and_those_of_few_steps_count_whole():
+  times = StepSeconds(None)
+  note(times, 1, 0.01, 100)
+  note(times, 2, 0.04)
+  note(times, 4, 0.05, 100)
+  assert times.estimate_steps(1, 3) == times.estimate_steps(1, 3, as_measured=True)
+  times.pass_steps(1200)
+  assert times.estimate_steps(1, 3)[3] < 0.04, "old times count less"
+  assert times.estimate_steps(1, 3, as_measured=True) == pytest.approx([0.01, 0.04, 0.045, 0.05])
+
+
 def test_a_change_of_a_well_known_size_is_one_of_all():
   times = StepSeconds(None)
   note(times, 4, 0.04)
