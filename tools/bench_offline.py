@@ -47,7 +47,9 @@ def add_build_arguments(parser: CommandParser) -> None:
     if field.name in _NO_FLAGS:
       continue
     parse = {bool: _boolean, tuple: _budgets}.get(type(field.default), type(field.default))
-    parser.add_argument(f"--{field.name}", type=parse, default=field.default, help="see the server's flag of this name")
+    # Prompts are random tokens, after which models repeat themselves: drafts would gain what they do not gain on texts.
+    default = "none" if field.name == "speculation" else field.default
+    parser.add_argument(f"--{field.name}", type=parse, default=default, help="see the server's flag of this name")
 
 
 def _boolean(text: str) -> bool:

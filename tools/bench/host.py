@@ -159,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       max_num_seqs=config.max_num_seqs,
       max_model_len=config.max_model_len,
       prefill_chunk=config.prefill_chunk,
+      speculation="none",
     )
     try:
       built = build_engine(options, lambda *_: None, lambda _: None)

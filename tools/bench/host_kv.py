@@ -132,6 +132,7 @@ def measure(
     max_model_len=longest,
     num_blocks=longest // _BLOCK + 8,
     block_size=_BLOCK,
+    speculation="none",
     **UNBOUNDED_QUEUE,
   )
   engines = {

@@ -192,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     max_num_seqs=flags.rows,
     max_model_len=flags.steps + _PROMPT_TOKENS,
     overlap=flags.overlap,
+    speculation="none",
     **UNBOUNDED_QUEUE,
   )
   if flags.follow:

@@ -71,6 +71,7 @@ def build(model: pathlib.Path, rows: int, steps: int, max_loras: int, rank: int,
     enable_lora=max_loras > 0,
     max_loras=max(1, max_loras),
     max_lora_rank=rank,
+    speculation="none",
     **UNBOUNDED_QUEUE,
   )
   return build_engine(options, lambda *_: None, lambda _: None)

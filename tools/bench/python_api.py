@@ -48,7 +48,7 @@ def measure_turns(model_dir: str, requests: Sequence[WorkRequest], turns: int) -
   num_tokens = sum(request.output_len for request in requests)
   prompts = [list(request.prompt) for request in requests]
   params = [SamplingParams(max_tokens=request.output_len, temperature=0, ignore_eos=True) for request in requests]
-  with LLM(model_dir, prefix_cache_scope="off") as llm:
+  with LLM(model_dir, prefix_cache_scope="off", speculation="none") as llm:
     offline = EngineLoop()
     offline.engine = llm.engine
     emit = llm.engine.emit

@@ -60,7 +60,9 @@ def make_prompts(model: pathlib.Path, count: int) -> list[list[int]]:
   return prompts[:count]
 
 
-def build(model: pathlib.Path, speculation: str, overlap: str, max_num_seqs: int) -> tuple[Built, dict[str, list]]:
+def build(
+  model: pathlib.Path, speculation: str, overlap: str, max_num_seqs: int, limit: float
+) -> tuple[Built, dict[str, list]]:
   """Returns an engine, and what it emits: (time, number of tokens) by request."""
   chunks: dict[str, list] = {}
   options = BuildOptions(
@@ -71,6 +73,7 @@ def build(model: pathlib.Path, speculation: str, overlap: str, max_num_seqs: int
     block_size=16,
     overlap=overlap,
     speculation=speculation,
+    draft_step_limit=limit,
     prefix_cache_scope="off",
     **UNBOUNDED_QUEUE,
   )
@@ -117,11 +120,18 @@ def _spread(ratios: list[float]) -> tuple[float, list[float]]:
 
 
 def measure_loads(
-  model: pathlib.Path, speculation: str, shares: Sequence[float], turns: int, requests: int, overlap: str, rows: int
+  model: pathlib.Path,
+  speculation: str,
+  shares: Sequence[float],
+  turns: int,
+  requests: int,
+  overlap: str,
+  rows: int,
+  limit: float,
 ) -> None:
   """Prints a line for each load."""
   prompts = make_prompts(model, requests)
-  engines = [build(model, kind, overlap, rows) for kind in ("none", speculation)]
+  engines = [build(model, kind, overlap, rows, limit) for kind in ("none", speculation)]
   at_once = [0.0] * len(prompts)
   for _ in range(2):  # the first one warms up
     plain, drafted = (serve(*engine, prompts, at_once) for engine in engines)
@@ -160,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--requests", type=positive_int, default=100, help="requests of a turn")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="see the server's flag")
   parser.add_argument("--overlap", default="auto", choices=("auto", "true", "false"), help="see the server's flag")
+  parser.add_argument("--draft_step_limit", type=float, default=0.0, help="see the server's flag")
   args = parser.parse_args(argv)
   try:
     shares = [float(share) for share in args.shares.split(",")]
@@ -170,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     model, _ = find_bench_model("demo")
     print(json.dumps(vars(args) | {"machine": machine(), "commit": commit()}), flush=True)
-    measure_loads(model, args.speculation, shares, args.turns, args.requests, args.overlap, args.max_num_seqs)
+    measured = (args.turns, args.requests, args.overlap, args.max_num_seqs, args.draft_step_limit)
+    measure_loads(model, args.speculation, shares, *measured)
   except EngineError as error:
     return parser.failed(error)
   return 0

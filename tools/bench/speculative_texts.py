@@ -176,7 +176,7 @@ def _find_quartiles(some: list[list[_TextServing]], others: list[list[_TextServi
   return [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
 
 
-def _build(model: pathlib.Path, speculation: str, overlap: str) -> Built:
+def _build(model: pathlib.Path, speculation: str, overlap: str, limit: float) -> Built:
   options = BuildOptions(
     str(model),
     max_model_len=_LONGEST,
@@ -185,6 +185,7 @@ def _build(model: pathlib.Path, speculation: str, overlap: str) -> Built:
     block_size=16,
     overlap=overlap,
     speculation=speculation,
+    draft_step_limit=limit,
     prefix_cache_scope="off",
     **UNBOUNDED_QUEUE,
   )
@@ -192,11 +193,11 @@ def _build(model: pathlib.Path, speculation: str, overlap: str) -> Built:
 
 
 def measure_texts(
-  kinds: Sequence[str], speculation: str, requests: int, rows: int, turns: int, overlap: str
+  kinds: Sequence[str], speculation: str, requests: int, rows: int, turns: int, overlap: str, limit: float = 0.0
 ) -> Iterator[dict[str, object]]:
   """Yields the figures of each kind; see the module."""
   model, _ = find_bench_model("demo")
-  plain, drafted = (_build(model, value, overlap) for value in ("none", speculation))
+  plain, drafted = (_build(model, value, overlap, limit) for value in ("none", speculation))
   loaded = load_tokenizer(model, max_prompt_bytes=1 << 20)
   assert loaded is not None, "the demo model has a tokenizer"
   config = plain.config
@@ -219,16 +220,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--rows", type=positive_int, default=1, help="texts that are served together, at most 64")
   parser.add_argument("--turns", type=positive_int, default=9, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="auto", choices=("auto", "true", "false"), help="see the server's flag")
+  parser.add_argument("--draft_step_limit", type=float, default=0.0, help="see the server's flag")
   args = parser.parse_args(argv)
   kinds = args.kinds.split(",")
   if unknown := set(kinds) - {*KINDS, *_MORE_KINDS}:
     parser.error(f"--kinds: {', '.join(sorted(unknown))} is not one of {', '.join((*KINDS, *_MORE_KINDS))}")
   if args.rows > 64:
     parser.error(f"--rows={args.rows} is above 64, the sequences that run at once; lower it")
-  chosen = {key: getattr(args, key) for key in ("speculation", "overlap", "rows")}
+  chosen = {key: getattr(args, key) for key in ("speculation", "overlap", "rows", "draft_step_limit")}
   print(json.dumps({"machine": machine(), "commit": commit()} | chosen))
   try:
-    for found in measure_texts(kinds, args.speculation, args.requests, args.rows, args.turns, args.overlap):
+    some = (args.speculation, args.requests, args.rows, args.turns, args.overlap, args.draft_step_limit)
+    for found in measure_texts(kinds, *some):
       print(json.dumps(found), flush=True)
   except EngineError as error:
     return parser.failed(error)

@@ -85,6 +85,7 @@ def measure(
     token_budgets=tuple(sorted({max(2, rows * (1 + drafts)) for drafts in range(most_drafts + 1)})),
     num_blocks=rows * -(-longest // _BLOCK_SIZE),
     block_size=_BLOCK_SIZE,
+    speculation="none",
     **UNBOUNDED_QUEUE,
   )
   built = build_engine(options, lambda *_: None, lambda _: None)

@@ -42,7 +42,7 @@ PARTS = ("answers", "attention", "kernels", "engine", "served", "peers")
 # Shapes by the memory in GiB that weights in bf16, 1,100 blocks of 64 tokens and a step need; the first that fits.
 SHAPES = ((28.0, "llama3-8b"), (8.0, "llama3.2-1b"), (0.0, "llama-125m"))
 HOPPER = "9.0"
-OURS = "{python} -m server.main --model={model} --port=0 --http_port={port}"
+OURS = "{python} -m server.main --model={model} --port=0 --http_port={port} --speculation=none"
 # Program that must be on PATH -> the peer's command.
 KNOWN_PEERS = {
   "vllm": "vllm serve {model} --port={port} --served-model-name=model",

@@ -91,7 +91,7 @@ def main(_) -> None:
   settings = {"max_num_seqs": 16, "token_budgets": (16, 128), "prefill_chunk": 112, "max_model_len": _LONGEST}
   settings |= {"overlap": f.overlap}
   with (
-    LLM(model, **settings) as plain,
+    LLM(model, speculation="none", **settings) as plain,
     LLM(model, speculation="draft", draft_model=f.draft_model, **settings) as drafted,
   ):
     for kind in KINDS:

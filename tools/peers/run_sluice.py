@@ -38,6 +38,7 @@ def main() -> None:
       quantization_group_size=args.quantization_group_size,
       kv_dtype=kv_dtype,
       prefix_cache_scope="off",  # every round serves the same prompts
+      speculation="none",  # as the peers; and a model with random weights repeats itself
       compile_cache_dir=f"{args.work}/programs",
       **UNBOUNDED_QUEUE,
     )

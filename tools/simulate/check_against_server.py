@@ -167,7 +167,7 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   """Measures and simulates all loads. Raises ConfigError."""
   cache = f"--compile_cache_dir={args.compile_cache_dir}"
   # Rounds repeat their prompts: with a prefix cache the second would be another load.
-  settings = ["--prefix_cache_scope=off", f"--num_blocks={args.num_blocks}"]
+  settings = ["--prefix_cache_scope=off", "--speculation=none", f"--num_blocks={args.num_blocks}"]
   settings += [f"--{name}={getattr(args, name)}" for name in _SETTINGS]
   unbounded = ["--max_queued_requests=1000000000", "--max_queued_tokens=1000000000"]
   unbounded += ["--queue_timeout_s=0", "--request_timeout_s=0"]

@@ -22,7 +22,7 @@ Rows = list[tuple[int, int]]  # (prompt tokens, output tokens)
 
 MODES = ("static", "continuous", "chunked")
 SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
-UNBOUNDED = {**UNBOUNDED_QUEUE, "prefix_cache_scope": "off"}
+UNBOUNDED = {**UNBOUNDED_QUEUE, "prefix_cache_scope": "off", "speculation": "none"}
 
 # --- Statements about throughput --------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ def compare(args: Any, requests_file: str) -> dict[str, list[dict[str, Any]]]:
           f"--batching={mode}",
           f"--max_num_seqs={args.max_num_seqs}",
           "--prefix_cache_scope=off",
+          "--speculation=none",
           f"--token_budgets={args.token_budgets}",
           f"--prefill_chunk={args.token_budgets.split(',')[-1]}",
           f"--kv_cache_mb={args.kv_cache_mb}",
