@@ -116,7 +116,15 @@ def generate(built: Built, turn: str, rows: int, tokens: int) -> tuple[float, li
   return time.perf_counter() - began, [tuple(request.output_token_ids) for request in requests]
 
 
-def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random: bool, draft_model: str = "") -> Built:
+def build(
+  model: pathlib.Path,
+  tokens: int,
+  drafts: int,
+  overlap: str,
+  is_random: bool,
+  draft_model: str = "",
+  draft_step_limit: float = 0.0,
+) -> Built:
   """Builds an engine of the default ladder, with speculation if `drafts` is above 0."""
   longest = _PROMPT_TOKENS + tokens + 16
   options = BuildOptions(
@@ -129,6 +137,7 @@ def build(model: pathlib.Path, tokens: int, drafts: int, overlap: str, is_random
     speculation="none" if not drafts else MODEL if draft_model else "ngram",
     draft_model=draft_model if drafts else "",
     num_speculative_tokens=drafts or 1,
+    draft_step_limit=draft_step_limit,
     prefix_cache_scope="off",
     **UNBOUNDED_QUEUE,
   )
@@ -151,9 +160,11 @@ def measure(
   overlap: str,
   is_random: bool,
   draft_model: str = "",
+  draft_step_limit: float = 0.0,
 ) -> dict[str, object]:
   """Returns the figures of one setting."""
-  plain, drafted = (build(model, tokens, count, overlap, is_random, draft_model) for count in (0, drafts))
+  more = (overlap, is_random, draft_model, draft_step_limit)
+  plain, drafted = (build(model, tokens, count, *more) for count in (0, drafts))
   oracle = OracleDrafter(acceptance)
   drafted.engine.replace_drafter(OracleModel(oracle) if draft_model else oracle)
   _, outputs = generate(plain, "first", rows, tokens)
@@ -196,16 +207,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--turns", type=positive_int, default=10, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="false", choices=("auto", "true", "false"), help="see the server's flag")
   parser.add_argument("--draft_model", default="", help="a folder of models/shapes, or demo_draft; empty: no passes")
+  parser.add_argument("--draft_step_limit", type=float, default=0.0, help="see the server's flag; 0: no limit")
   args = parser.parse_args(argv)
   if not 0 <= args.acceptance <= 1:
     parser.error(f"--acceptance={args.acceptance:g} is outside 0 to 1")
-  chosen = {key: getattr(args, key) for key in ("shape", "rows", "acceptance", "drafts", "tokens", "overlap")}
+  chosen = {
+    key: getattr(args, key)
+    for key in ("shape", "rows", "acceptance", "drafts", "tokens", "overlap", "draft_step_limit")
+  }
   try:
     model, is_random = find_bench_model(args.shape)
     figures = args.rows, args.acceptance, args.drafts, args.tokens, args.turns, args.overlap
     with tempfile.TemporaryDirectory() as folder:
       draft = write_draft_shape(pathlib.Path(folder), args.draft_model, model) if args.draft_model else ""
-      found = measure(model, *figures, is_random, draft)
+      found = measure(model, *figures, is_random, draft, args.draft_step_limit)
   except EngineError as error:
     return parser.failed(error)
   print(json.dumps(chosen | ({"draft_model": args.draft_model} if args.draft_model else {}) | found))
