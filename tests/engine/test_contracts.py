@@ -64,7 +64,7 @@ def test_derived_settings():
 
 def test_drafts_lengthen_steps_by_little_where_nobody_asked_for_them():
   config = EngineConfig(vocab_size=100, max_model_len=65, num_blocks=4, speculation="auto")
-  assert config.most_step_ratio == 1.15
+  assert config.most_step_ratio == 1.25
   for changes in ({"speculation": "ngram"}, {"has_draft_model": True}):
     assert dataclasses.replace(config, **changes).most_step_ratio == float("inf")
     assert dataclasses.replace(config, draft_step_limit=1.5, **changes).most_step_ratio == 1.5
