@@ -154,9 +154,15 @@ def emulate_kernels(small: bool, schedules: int) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def emulate_steps(model: str, target: str) -> int:
-  """Serves requests by emulated steps of a model in models/; returns the exit code. Args: target: a GPU of TARGETS."""
+def emulate_steps(model: str, target: str, drafts: bool) -> int:
+  """Serves requests by emulated steps of a model in models/; returns the exit code.
+
+  Args:
+    target: a GPU of TARGETS.
+    drafts: the steps verify drafts.
+  """
   command = [sys.executable, "-m", "tools.ptx_emulator.serve", f"--model={_MODELS / model}", f"--target={target}"]
+  command += ["--drafts"] if drafts else []
   return subprocess.run(command, env=os.environ | environment(TARGETS[target], None), check=False).returncode
 
 
@@ -169,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action="store_true",
     help="run the GPU kernels' PTX; with --small on one batch; with --model=demo whole steps, of --target",
   )
+  parser.add_argument("--drafts", action="store_true", help="with --emulate --model=demo: the steps verify drafts")
   parser.add_argument("--schedules", type=positive_int, default=5, help="with --emulate: a kernel on its least batch")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
@@ -186,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
       parser.error(
         f"--emulate --model={args.model}: whole steps need a folder of models/ with weights; give --model=demo"
       )
-    return emulate_steps(args.model, args.target or "h200")
+    return emulate_steps(args.model, args.target or "h200", args.drafts)
+  if args.drafts:
+    parser.error("--drafts is for whole steps; give --emulate --model=demo too")
   if args.emulate and args.target:
     parser.error(
       f"--emulate --target={args.target}: the kernels of all targets run; for whole steps, give --model=demo"

@@ -1,10 +1,11 @@
 """Serves ten short requests by steps compiled for a GPU and run on the PTX emulator, and compares the tokens.
 
-  python -m tools.ptx_emulator.serve --model=models/demo [--target=sm_80]
+  python -m tools.ptx_emulator.serve --model=models/demo [--target=sm_80] [--drafts]
 
 The engine, its scheduler and its packed arrays are the real ones, with the KV layout and the plans of a GPU. Each step
 is the program that a GPU would execute, but XLA's own matmuls replace cuBLASLt's. The same requests then run by this
 CPU's programs. Greedy tokens must be equal, and their log probabilities near, also those of the 20 most likely tokens.
+With --drafts the emulated steps verify drafts, of which two of three are right.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from engine.device.pool_size import PoolSize, PoolSizer
 from engine.device.programs import Program, ProgramSpec
+from engine.engine import Engine
 from engine.request import Request, TokenEvent
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.shapes import StepShape
+from engine.speculation.draft_costs import PlannedStep
+from engine.speculation.speculation import DraftCandidate, Speculation
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 from tools.arguments import CommandParser, positive_int
+from tools.bench.speculation import OracleDrafter
 from tools.check_device import targets
 from tools.check_device.targets import Target
 from tools.ptx_emulator.module import ModuleRunner, compile_module
@@ -54,6 +59,7 @@ _TEXTS = (
 LOGPROB_LIMIT = 0.1
 # Largest error of the log probabilities of the most likely tokens, relative in norm. One rounding to bf16 is 4e-3.
 NORM_LIMIT = 1e-2
+_ACCEPTANCE = 0.67  # of drafts
 # One of each set of kernels: those for Hopper, and the portable ones. sm_86 and sm_89 get the code of sm_80.
 GPUS = ("h200", "sm_80", "sm_120")
 
@@ -147,6 +153,32 @@ class EmulatedPrograms:
     return ""
 
 
+class EveryDraft(Speculation):
+  """Verifies as many drafts as a step can hold, whether they pay or not."""
+
+  def knows_step(self, planned: PlannedStep) -> bool:
+    """See Speculation."""
+    return True
+
+  def choose_counts(self, step: int, planned: PlannedStep, candidates: Sequence[DraftCandidate]) -> list[int]:
+    """See Speculation. Beside prompts, drafts take padding alone, of which a GPU's steps have enough."""
+    left = min(planned.most_drafts, planned.num_padding) if planned.num_others else planned.most_drafts
+    counts = []
+    for candidate in candidates:
+      counts.append(min(left, len(candidate.tokens)))
+      left -= counts[-1]
+    return counts
+
+
+def verify_drafts(engine: Engine, answers: Sequence[GreedyAnswer]) -> None:
+  """Gives each request of answer_requests drafts of its answer, some of them wrong. Before the first request."""
+  scheduler = engine._scheduler
+  scheduler._speculation = EveryDraft(scheduler.config)
+  oracle = OracleDrafter(_ACCEPTANCE)
+  oracle.outputs = {str(number): answer.tokens for number, answer in enumerate(answers)}
+  engine.replace_drafter(oracle)
+
+
 class GreedyAnswer(NamedTuple):
   """What a request got.
 
@@ -234,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--target", choices=GPUS, default="h200", help="the GPU that steps are compiled for")
   parser.add_argument("--tokens", type=positive_int, default=4, help="most tokens of an answer")
   parser.add_argument("--seed", type=int, default=0, help="of the kernels' schedules")
+  parser.add_argument("--drafts", action="store_true", help="the emulated steps verify drafts")
   args = parser.parse_args(arguments)
   tokenizer = Tokenizer(args.model)
   prompts = [tokenizer.encode_chat([Message(role="user", content=text)]) for text in _TEXTS]
@@ -247,26 +280,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_blocks=32 if args.target == "h200" else 64,
     max_model_len=256 if args.target == "h200" else 512,  # from here on, the portable kernels have rows in parts
     overlap="false",
+    speculation="none",
     request_timeout_s=0.0,  # a step takes a minute, and longer on a busy machine
     queue_timeout_s=0.0,
   )
   started = time.perf_counter()
   target = targets.TARGETS[args.target]
   source, events = EmulatedPrograms(target, args.seed), []
-  built = build_emulated(options, source, target, events)
+  drafting = dataclasses.replace(options, speculation="ngram") if args.drafts else options
+  built = build_emulated(drafting, source, target, events)
   took = time.perf_counter() - started
   print(
     f"{args.target}, attention {target.attention}: {len(source.runners)} steps compiled and warmed up in {took:.0f} s"
   )
-  found = answer_requests(built, events, prompts, args.tokens)
   reference = build_engine(dataclasses.replace(options, attention="reference"), lambda *_: None, events.extend)
   expected = answer_requests(reference, events, prompts, args.tokens)
+  if args.drafts:
+    verify_drafts(built.engine, expected)
+  found = answer_requests(built, events, prompts, args.tokens)
   for text, answer in zip(_TEXTS, found, strict=True):
     print(f"  {text!r}: {tokenizer.decode(list(answer.tokens))!r}")
   lines, largest, error = compare_answers(found, expected)
   print("\n".join(lines), end="\n" if lines else "")
   num_tokens = sum(len(answer.tokens) for answer in found)
   print(f"{len(found)} requests, {num_tokens} tokens by {source.num_steps} emulated steps in {source.seconds:.0f} s")
+  drafts = built.engine.stats().drafts
+  print(f"{drafts.tokens} drafts, {drafts.accepted} accepted")
   print(f"log probabilities: largest difference {largest:.3f}, error of the {MAX_LOGPROBS} most likely {error:.1e}")
   times = sorted(
     ((*each, name) for runner in source.runners.values() for name, each in runner.times.items()), reverse=True
