@@ -71,7 +71,12 @@ def serve(
 
   Also returns the scheduler, and how many prompt tokens came from the prefix cache.
   """
-  scheduler = Scheduler(dataclasses.replace(built.config, queue_timeout_s=0.0, request_timeout_s=0.0, **changes))
+  unlimited = {
+    "speculation": "none",
+    "queue_timeout_s": 0.0,
+    "request_timeout_s": 0.0,
+  }  # static batching takes no drafts
+  scheduler = Scheduler(dataclasses.replace(built.config, **unlimited | changes))
   answers: list[list[int]] = [[] for _ in prompts]
   cached = 0
 

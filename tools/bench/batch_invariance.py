@@ -103,7 +103,7 @@ def serve(
           values.extend((entry.logprob, *(value for pair in entry.top for value in pair)))
 
   rng, clock = random.Random(seed), iter(range(10**9))
-  config = dataclasses.replace(config, **changes)
+  config = dataclasses.replace(config, **{"speculation": "none"} | changes)  # static batching takes no drafts
   engine = Engine(Scheduler(config), runner, lambda: next(clock) * 1e-6, emit)
 
   def prompt(length: int, rng: random.Random) -> tuple[int, ...]:
