@@ -107,6 +107,7 @@ def _serve(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
   settings = dict(settings)
   folder, writes = settings.pop("bundle", ("", False))
   drafts = settings.pop("drafts", False)
+  settings = {"speculation": "none"} | settings  # the choice of drafts depends on time
   options = BuildOptions(task.model, **{name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()})
   bundle = Bundle(folder, options.batching, writes) if folder else None
   built = build_any(options, lambda *_: None, events.extend, source=bundle, report_fact=facts.append)

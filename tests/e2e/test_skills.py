@@ -5,6 +5,7 @@ A skill's answer is checked as text, by what was asked; and every way of schedul
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,11 +72,8 @@ def serve(
 
   Also returns the scheduler, and how many prompt tokens came from the prefix cache.
   """
-  unlimited = {
-    "speculation": "none",
-    "queue_timeout_s": 0.0,
-    "request_timeout_s": 0.0,
-  }  # static batching takes no drafts
+  # Static batching takes no drafts.
+  unlimited: dict[str, Any] = {"speculation": "none", "queue_timeout_s": 0.0, "request_timeout_s": 0.0}
   scheduler = Scheduler(dataclasses.replace(built.config, **unlimited | changes))
   answers: list[list[int]] = [[] for _ in prompts]
   cached = 0
