@@ -55,6 +55,7 @@ class DraftCosts:
     credit: what drafts may still cost.
     plain_seconds: of the latest noted step without drafts; 0: of none.
     next_note: steps before this one need no note_step, unless they have drafts or proposals.
+    is_limited: in the latest choice, one draft would have made the step longer than the limit of config allows.
   """
 
   def __init__(self, config: EngineConfig):
@@ -63,6 +64,7 @@ class DraftCosts:
     self._computes_padding = config.computes_padding
     self._step_limit = config.most_step_ratio  # of a step with drafts, and of the one after it
     self._has_limit = self._step_limit < math.inf
+    self.is_limited = False
     ladder = config.ladder if config.computes_padding else None
     # The time of a step that is planned with nothing in flight has the host's part in it.
     self._alone_seconds = StepSeconds(ladder)
@@ -119,6 +121,7 @@ class DraftCosts:
     for table in self._tables().values():
       table.set_hope(self.credit.allows_measuring)
     later = chances_later or chances
+    self.is_limited = False
     most = min(planned.most_drafts, sum(map(len, chances)))
     if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
       most = min(most, planned.num_padding)
@@ -131,6 +134,7 @@ class DraftCosts:
     if self._has_limit:
       measured = table.estimate_steps(planned.num_tokens, most, as_measured=True)
       seconds = limit_seconds(seconds, measured, self._step_limit * base)
+      self.is_limited = len(seconds) == 1
     seconds = add_caution(seconds, base)
     return choose_drafts(chances, StepOption(planned.num_decodes, seconds), planned.num_decodes / base, most)
 
@@ -166,6 +170,7 @@ class DraftCosts:
       seconds = limit_seconds(seconds, measured, longest)
       if slowed != UNKNOWN and self._slowed_seconds.estimate_steps(num_free, 0, as_measured=True)[0] > longest:
         seconds = seconds[:1]
+      self.is_limited = len(seconds) == len(alone) == 1
     num_rows = planned.num_decodes + num_free
     option = StepOption(
       num_rows,

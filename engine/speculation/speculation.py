@@ -55,6 +55,7 @@ _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.
 # After drafts that did not pay, the next 2, 4, 8, ... steps propose none, up to so many. When half the requests have
 # finished since, a step looks again: a quarter of them costs 1 % of mean TPOT in trials without any accepted draft.
 _DECLINE_STEPS = 32
+_LIMITED_STEPS = 256  # the same where one draft already makes a step too long
 _REQUESTS_LEFT = 0.5
 # The trials of a row without drafts count less and less, or one bad moment would leave it without for ever.
 _KEEP_BESIDE_DRAFTS = 0.97  # in a step in which others have some
@@ -465,8 +466,11 @@ class Speculation:
       self._num_declines = self._num_declined = 0
     elif not planned.is_behind and not planned.num_others:
       self._num_declines += 1
-      self._pause_until = step + min(_DECLINE_STEPS, 1 << self._num_declines)
-      self._num_declined = self._num_requests
+      if self.costs.is_limited:  # for other requests, too
+        self._pause_until, self._num_declined = step + _LIMITED_STEPS, 0
+      else:
+        self._pause_until = step + min(_DECLINE_STEPS, 1 << self._num_declines)
+        self._num_declined = self._num_requests
     return choice.counts
 
   # A draft model.

@@ -178,6 +178,27 @@ def test_a_limit_keeps_steps_with_drafts_short(overlap: bool):
   assert most_drafts(draft_step_limit=1.35) == 3 and most_drafts(speculation="auto") == 2, "0.014 and 0.013 s"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_where_one_draft_is_too_long_requests_are_seldom_looked_at(overlap: bool):
+  """Also if each request is a new one."""
+
+  def seconds(num_tokens: int) -> float:
+    return 0.01 if num_tokens == 1 else 0.014
+
+  config = dataclasses.replace(CONFIG, overlap=overlap, speculation="auto")
+  script = Script(config, {"a": copy_text(1)}, seconds).run()
+  speculation, looks = script.scheduler._speculation, []
+  assert speculation is not None and script.num_drafts > 0, "sizes were tried"
+  update = speculation.drafter.update
+  speculation.drafter.update = lambda request: looks.append(request.id) or update(request)
+  for number in range(20):
+    name = f"b{number}"
+    script.texts[name], script.outputs[name] = (copy_text(1)[0], copy_text(1)[1][:20]), []
+    script.scheduler.add_request(Request(name, script.texts[name][0], SamplingParams(max_tokens=20, seed=1)))
+    script.run()
+  assert len(looks) < 20, looks
+
+
 def test_with_overlap_drafts_leave_a_position_to_the_next_step():
   """Or a row with rejected drafts near the end of its output would be planned alone."""
   config = dataclasses.replace(CONFIG, overlap=True)
