@@ -133,8 +133,9 @@ class DraftCosts:
     seconds = table.estimate_steps(planned.num_tokens, most)
     if self._has_limit:
       measured = table.estimate_steps(planned.num_tokens, most, as_measured=True)
-      seconds = limit_seconds(seconds, measured, self._step_limit * base)
-      self.is_limited = len(seconds) == 1
+      longest = self._step_limit * base
+      seconds = limit_seconds(seconds, measured, longest)
+      self.is_limited = most > 0 and longest < measured[1] < UNKNOWN
     seconds = add_caution(seconds, base)
     return choose_drafts(chances, StepOption(planned.num_decodes, seconds), planned.num_decodes / base, most)
 
@@ -159,10 +160,10 @@ class DraftCosts:
     base = self._behind_seconds.estimate_step(num_tokens)
     table = self._behind_proposing if proposing else self._behind_seconds
     seconds = table.estimate_steps(num_tokens, most)
-    alone = self._estimate_alone(num_tokens, seconds, proposing)
     rest = min(base, self._behind_seconds.estimate_step(num_free))  # of the next step
     slowed = self._slowed_seconds.estimate_step(num_free)
     after = rest if slowed == UNKNOWN else max(rest, slowed)
+    alone = self._estimate_alone(num_tokens, seconds, proposing)
     if self._has_limit:
       longest = self._step_limit * base
       measured = table.estimate_steps(num_tokens, most, as_measured=True)
@@ -170,7 +171,7 @@ class DraftCosts:
       seconds = limit_seconds(seconds, measured, longest)
       if slowed != UNKNOWN and self._slowed_seconds.estimate_steps(num_free, 0, as_measured=True)[0] > longest:
         seconds = seconds[:1]
-      self.is_limited = len(seconds) == len(alone) == 1
+      self.is_limited = most > 0 and len(seconds) == len(alone) == 1 and measured[1] < UNKNOWN
     num_rows = planned.num_decodes + num_free
     option = StepOption(
       num_rows,
