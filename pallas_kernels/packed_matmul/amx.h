@@ -8,34 +8,24 @@
 #pragma once
 
 #include "pallas_kernels/native.h"
+#include "pallas_kernels/packed_matmul/blocks.h"
+#include "pallas_kernels/packed_matmul/tiles.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
-    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define SLUICE_AMX 1
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#if SLUICE_AMX
 #include <vector>
 
 namespace sluice {
 namespace amx {
 
-constexpr int kRows = 16, kColumns = 64;  // rows and columns of the sums, in four tiles: two blocks of a packed matrix
+constexpr int kSumColumns = 64;           // of the sums of 16 rows, in four tiles: two blocks of a packed matrix
 constexpr int kDepth = 32;                // terms of a row or column in a tile
-constexpr int64_t kTile = kRows * kDepth, kSums = kRows * kColumns;
+constexpr int64_t kTile = kRows * kDepth, kSums = kRows * kSumColumns;
 constexpr int64_t kMade = 128;      // most terms of the columns that one conversion prepares
 constexpr int64_t kNear = 3 << 10;  // prefetch distance in the matrix, in bytes
 
-// Whether the processor has AMX and the system permits this process to use it; checked once.
-inline bool available() {
-  static const bool is = [] {
-    unsigned a, b, c, d;
-    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
+// Whether the kernel may use these tiles; checked once. Not `inline`: libraries that one process loads would share it.
+[[maybe_unused]] static bool available() {
+  static const bool is = permitted(kBfloat16);
   return is;
 }
 
@@ -104,74 +94,64 @@ struct Making {
   }
 };
 
-struct alignas(64) Shape {  // of the eight tiles: 16 lines of 64 bytes each
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-#define SLUICE_TILES __attribute__((target("amx-tile,amx-bf16")))
-#define SLUICE_BARRIER() asm volatile("" ::: "memory")  // GCC's tile intrinsics do not declare what they read
-
-SLUICE_TILES inline void begin() {
-  const Shape shape;
-  SLUICE_BARRIER();
-  _tile_loadconfig(&shape);
+// Whole tiles.
+inline Shapes shape_all() {
+  Shapes shapes;
+  for (int tile = 0; tile < kTileNames; ++tile) shapes.set(tile, kRows, kRowBytes);
+  return shapes;
 }
-SLUICE_TILES inline void end() { _tile_release(); }
 
 // Adds 16 rows times 64 columns, over `depth` times 32 terms, to sums [4][16][16], or sets the sums on the first call.
 // Meanwhile converts `share` pairs of the next columns for every 32 terms.
 template <int X, typename W>
-SLUICE_TILES void multiply(const uint16_t* rows, const uint16_t* columns, int64_t depth, float* sums, bool first,
-                           Making<W>& making, int64_t share) {
+void multiply(const uint16_t* rows, const uint16_t* columns, int64_t depth, float* sums, bool first, Making<W>& making,
+              int64_t share) {
   constexpr int P = kParts<W>;
-  SLUICE_BARRIER();
   if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    Tiles::zero<0>();
+    Tiles::zero<1>();
+    Tiles::zero<2>();
+    Tiles::zero<3>();
   } else {
-    _tile_loadd(0, sums, 64);
-    _tile_loadd(1, sums + 256, 64);
-    _tile_loadd(2, sums + 512, 64);
-    _tile_loadd(3, sums + 768, 64);
+    Tiles::load<0>(sums, 64);
+    Tiles::load<1>(sums + 256, 64);
+    Tiles::load<2>(sums + 512, 64);
+    Tiles::load<3>(sums + 768, 64);
   }
   for (int64_t k = 0; k < depth; ++k, rows += X * kTile, columns += 4 * P * kTile) {
     const int64_t made = making.done;
-    _tile_loadd(4, rows, 64);
+    Tiles::load<4>(rows, 64);
     if constexpr (X == 3) {
-      _tile_loadd(5, rows + kTile, 64);
-      _tile_loadd(6, rows + 2 * kTile, 64);
+      Tiles::load<5>(rows + kTile, 64);
+      Tiles::load<6>(rows + 2 * kTile, 64);
     }
-// One tile of columns; tiles 4, 5 and 6 hold the parts of the rows, the largest part first.
-#define SLUICE_COLUMNS(J)                                   \
-  if constexpr (P == 3) {                                   \
-    _tile_loadd(7, columns + ((J) * P + 2) * kTile, 64);    \
-    _tile_dpbf16ps(J, 4, 7);                                \
-    _tile_loadd(7, columns + ((J) * P + 1) * kTile, 64);    \
-    _tile_dpbf16ps(J, 5, 7);                                \
-    _tile_dpbf16ps(J, 4, 7);                                \
-  }                                                         \
-  _tile_loadd(7, columns + (J) * P * kTile, 64);            \
-  if constexpr (X == 3) {                                   \
-    _tile_dpbf16ps(J, 6, 7);                                \
-    _tile_dpbf16ps(J, 5, 7);                                \
-  }                                                         \
-  _tile_dpbf16ps(J, 4, 7);                                  \
-  making.until(made + share * ((J) + 1) / 4);
-    SLUICE_COLUMNS(0)
-    SLUICE_COLUMNS(1)
-    SLUICE_COLUMNS(2)
-    SLUICE_COLUMNS(3)
-#undef SLUICE_COLUMNS
+    // Adds to one tile of sums; tiles 4, 5 and 6 hold the parts of the rows, the largest part first.
+    const auto add_columns = [&](auto number) __attribute__((always_inline)) {
+      constexpr int J = number;
+      if constexpr (P == 3) {
+        Tiles::load<7>(columns + (J * P + 2) * kTile, 64);
+        Tiles::add_bfloat16<J, 4, 7>();
+        Tiles::load<7>(columns + (J * P + 1) * kTile, 64);
+        Tiles::add_bfloat16<J, 5, 7>();
+        Tiles::add_bfloat16<J, 4, 7>();
+      }
+      Tiles::load<7>(columns + J * P * kTile, 64);
+      if constexpr (X == 3) {
+        Tiles::add_bfloat16<J, 6, 7>();
+        Tiles::add_bfloat16<J, 5, 7>();
+      }
+      Tiles::add_bfloat16<J, 4, 7>();
+      making.until(made + share * (J + 1) / 4);
+    };
+    add_columns(std::integral_constant<int, 0>());
+    add_columns(std::integral_constant<int, 1>());
+    add_columns(std::integral_constant<int, 2>());
+    add_columns(std::integral_constant<int, 3>());
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + 256, 64);
-  _tile_stored(2, sums + 512, 64);
-  _tile_stored(3, sums + 768, 64);
-  SLUICE_BARRIER();
+  Tiles::store<0>(sums, 64);
+  Tiles::store<1>(sums + 256, 64);
+  Tiles::store<2>(sums + 512, 64);
+  Tiles::store<3>(sums + 768, 64);
 }
 
 // Multiplies rows, stored as tiles of kParts X each, by `count` adjacent blocks of 32 columns. Calls finish(block,
@@ -185,11 +165,8 @@ void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w,
   static thread_local std::vector<float> sums;
   columns.resize(2 * kRoom + kLine / sizeof(uint16_t));
   sums.resize(tiles * kSums + kLine / sizeof(float));
-  const auto aligned = [](auto* at) {
-    return reinterpret_cast<decltype(at)>((reinterpret_cast<uintptr_t>(at) + kLine - 1) / kLine * kLine);
-  };
-  uint16_t *ready = aligned(columns.data()), *next = ready + kRoom;
-  float* all_sums = aligned(sums.data());
+  uint16_t *ready = align_to_line(columns.data()), *next = ready + kRoom;
+  float* all_sums = align_to_line(sums.data());
   const int64_t terms = deep(D) * kDepth, share = (16 + tiles - 1) / tiles;
   // Few rows: a piece that fits a first-level cache. Many rows: a larger one, so that sums move less often.
   const int64_t made = P == 3 && tiles <= 4 ? kDepth : kMade;
@@ -200,7 +177,7 @@ void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w,
   };
   Making<W> start = making(0, 0, ready);
   start.until(start.pairs);
-  begin();
+  const Configured tiles_in_use(shape_all());
   for (int64_t block = 0; block < count; block += 2) {
     for (int64_t k = 0; k < terms; k += made) {
       const bool last = k + made >= terms;
@@ -214,14 +191,8 @@ void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w,
     }
     for (int64_t tile = 0; tile < tiles; ++tile) finish(block, tile, all_sums + tile * kSums);
   }
-  end();
 }
-
-#undef SLUICE_TILES
-#undef SLUICE_BARRIER
 
 }  // namespace amx
 }  // namespace sluice
-#else
-#define SLUICE_AMX 0
 #endif

@@ -32,6 +32,18 @@ def check_supported(dtype: jnp.dtype) -> None:
   native.load_library("packed_matmul")
 
 
+def find_tile_types() -> tuple[str, ...]:
+  """Returns the types, "bfloat16" and "int8", of the AMX tiles that the kernel may use here.
+
+  The library looks once, at the first call or product. SLUICE_AMX=off in the environment leaves it none.
+
+  Raises:
+    NativeMissing: the library is not built.
+  """
+  bits = native.load_library("packed_matmul").SluiceTileTypes()
+  return tuple(name for bit, name in ((1, "bfloat16"), (2, "int8")) if bits & bit)
+
+
 def packed_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
   """Returns the packed shape [ceil(N / 32), D, 32] of a matrix [D, N]."""
   return (-(-outputs // COLUMNS), inputs, COLUMNS)

@@ -34,7 +34,17 @@ struct Ahead {
       far += kLine;
     }
   }
+  // The same for terms to which several lines may fall, and none of the tile's own stream.
+  void prefetch_lines() {
+    for (due -= lines; due < 0; due += terms, far += kLine) __builtin_prefetch(far, 0, 2);
+  }
 };
+
+// The first address from `at` on where a cache line begins.
+template <typename T>
+T* align_to_line(T* at) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(at) + kLine - 1) / kLine * kLine);
+}
 
 // Turns a row's sums into its result: applies the columns' scales and adds the residual, if any.
 template <typename O>
@@ -52,8 +62,8 @@ inline int64_t dealt(int64_t i, int64_t pieces, int64_t lanes) {
   return lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
 }
 
-// Calls prepare(first row, end) for pieces of the M rows, if `prepares`, and then product(block, first row, count) for
-// every block of columns. tile_rows: rows that a tile multiplies at once.
+// Calls prepare(first row, end) for pieces of the M rows, if `prepares`, and then product(first block, stop, first row,
+// count) for every block of columns. tile_rows: rows that a tile multiplies at once.
 template <typename Prepare, typename Product>
 void spread_blocks(ffi::ThreadPool& threads, int64_t M, int64_t blocks, int64_t tile_rows, bool prepares, bool worth_it,
                    const Prepare& prepare, const Product& product) {
@@ -68,7 +78,7 @@ void spread_blocks(ffi::ThreadPool& threads, int64_t M, int64_t blocks, int64_t 
     const int64_t piece = dealt(i, pieces, lanes);
     const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
-    for (int64_t block = piece / parts * run; block < stop; ++block) product(block, begin, count);
+    product(piece / parts * run, stop, begin, count);
   };
   spread(threads, prepares ? (M + some - 1) / some : 0, prepare_piece, pieces, multiply_piece, worth_it);
 }

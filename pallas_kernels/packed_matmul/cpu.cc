@@ -18,7 +18,9 @@
 #include "pallas_kernels/native.h"
 #include "pallas_kernels/packed_matmul/amx.h"
 #include "pallas_kernels/packed_matmul/blocks.h"
+#include "pallas_kernels/packed_matmul/group_tiles.h"
 #include "pallas_kernels/packed_matmul/groups.h"
+#include "pallas_kernels/packed_matmul/tiles.h"
 #include "pallas_kernels/rows.h"
 
 namespace sluice {
@@ -179,13 +181,15 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
   const auto prepare = [=](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
   };
-  const auto product = [=](int64_t block, int64_t begin, int64_t count) {
-    const W* from = w + block * D * kColumns;
-    const char* next = reinterpret_cast<const char*>(from + D * kColumns);
-    const int64_t bytes = D * kColumns * static_cast<int64_t>(sizeof(W)), first = block * kColumns;
-    block_of(rows + begin * stride, stride, count, D, from, next, bytes, y + begin * N + first, N,
-             std::min<int64_t>(kColumns, N - first), scales ? scales + first : nullptr,
-             residual ? residual + begin * N + first : nullptr);
+  const auto product = [=](int64_t block, int64_t stop, int64_t begin, int64_t count) {
+    for (; block < stop; ++block) {
+      const W* from = w + block * D * kColumns;
+      const char* next = reinterpret_cast<const char*>(from + D * kColumns);
+      const int64_t bytes = D * kColumns * static_cast<int64_t>(sizeof(W)), first = block * kColumns;
+      block_of(rows + begin * stride, stride, count, D, from, next, bytes, y + begin * N + first, N,
+               std::min<int64_t>(kColumns, N - first), scales ? scales + first : nullptr,
+               residual ? residual + begin * N + first : nullptr);
+    }
   };
   spread_blocks(threads, M, blocks, kRows<W>, !as_it_is, worth_it, prepare, product);
 }
@@ -213,16 +217,17 @@ void multiply_plain(const Call& call) {
 
 template <typename X, typename S, typename O>
 void multiply_groups(const Call& call, const groups::Layout& layout, int bits) {
-  const auto by = [&](auto way) {
+  const auto by = [&](auto way, bool tiled = false) {
     way(call.threads, static_cast<const X*>(call.x), call.rows, layout, static_cast<const X*>(call.norm), call.epsilon,
         call.gated, static_cast<const uint8_t*>(call.w), static_cast<const O*>(call.residual), call.blocks,
-        static_cast<O*>(call.y), call.outputs);
+        static_cast<O*>(call.y), call.outputs, tiled);
   };
 #if defined(__AVX512F__)
   if (groups::Vnni::available())
     return by(bits == 4   ? groups::multiply<groups::Vnni, 4, X, S, O>
               : bits == 6 ? groups::multiply<groups::Vnni, 6, X, S, O>
-                          : groups::multiply<groups::Vnni, 8, X, S, O>);
+                          : groups::multiply<groups::Vnni, 8, X, S, O>,
+              groups::pays_by_tiles(layout, call.rows) && groups::tiles_available());
 #endif
   by(bits == 4   ? groups::multiply<groups::Halves, 4, X, S, O>
      : bits == 6 ? groups::multiply<groups::Halves, 6, X, S, O>
@@ -354,6 +359,15 @@ extern "C" void SluicePackGroups(const void* codes, int64_t bits, int64_t code_s
     const auto packs = bits == 4 ? groups::pack<4> : bits == 6 ? groups::pack<6> : groups::pack<8>;
     packs(static_cast<const uint8_t*>(codes), N, down, across, scales, offsets, supers, layout, to);
   }
+}
+
+// Returns the AMX tiles in use, for api.find_tile_types: 1 for bfloat16, 2 for int8, or their sum.
+extern "C" int32_t SluiceTileTypes() {
+#if SLUICE_AMX
+  return (amx::available() ? 1 : 0) + (groups::tiles_available() ? 2 : 0);
+#else
+  return 0;
+#endif
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,

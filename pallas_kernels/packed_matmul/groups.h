@@ -22,6 +22,7 @@
 
 #include "pallas_kernels/native.h"
 #include "pallas_kernels/packed_matmul/blocks.h"
+#include "pallas_kernels/packed_matmul/tiles.h"
 #include "pallas_kernels/rows.h"
 
 namespace sluice {
@@ -63,6 +64,13 @@ struct Layout {
     return num_groups * (code_bytes + behind_bytes()) + (of_super ? num_groups / of_super * super_bytes() : 0);
   }
   bool begins_super(int64_t g) const { return of_super && g % of_super == 0; }
+  // The same with codes of 8 bits, and without superblocks.
+  Layout widened() const {
+    Layout wide = *this;
+    wide.code_bytes = group * kColumns;
+    wide.of_super = 0;
+    return wide;
+  }
 };
 
 // A chunk of a row: the row's numbers are about factor * values.
@@ -478,9 +486,11 @@ void multiply_tiles(int count, const Rows<Way>& rows, const Layout& layout, cons
   multiply_passes(std::integral_constant<int, 0>());
 }
 
-// Writes a block of codes of 6 bits as one of 8, with the same scales. `wide`: the layout of `to`, without superblocks.
-inline void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide, uint8_t* to) {
-  constexpr int64_t kLines = 4 * kColumns, kStepBytes = 3 * kLines;
+// Writes a block of codes of 4 or 6 bits as one of 8, with the same scales. wide: the layout of `to`, which has no
+// superblocks.
+template <int kBits>
+void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide, uint8_t* to) {
+  constexpr int64_t kLines = 4 * kColumns, kParts = step_inputs(kBits) / 4, kStepBytes = kLines * kParts * kBits / 8;
   const int64_t value_bytes = wide.behind_bytes();
   const uint8_t* super = nullptr;
   for (int64_t g = 0; g < layout.num_groups; ++g) {
@@ -488,11 +498,18 @@ inline void widen_block(const Layout& layout, const uint8_t* block, const Layout
       super = block;
       block += layout.super_bytes();
     }
-    for (int64_t k = 0; k < layout.code_bytes; k += kStepBytes, block += kStepBytes, to += 4 * kLines) {
+    for (int64_t k = 0; k < layout.code_bytes; k += kStepBytes, block += kStepBytes, to += kParts * kLines) {
       for (int64_t i = 0; i < kLines; i += 4 * kLanes) {
-        const IntVec parts[] = {codes_at<6, 0>(block + i), codes_at<6, 1>(block + i), codes_at<6, 2>(block + i),
-                                codes_at<6, 3>(block + i)};
-        for (int part = 0; part < 4; ++part) std::memcpy(to + part * kLines + i, &parts[part], sizeof parts[part]);
+        const auto widen_part = [=](auto part) __attribute__((always_inline)) {
+          const IntVec codes = codes_at<kBits, part>(block + i);
+          std::memcpy(to + part * kLines + i, &codes, sizeof codes);
+        };
+        widen_part(std::integral_constant<int, 0>());
+        widen_part(std::integral_constant<int, 1>());
+        if constexpr (kBits == 6) {
+          widen_part(std::integral_constant<int, 2>());
+          widen_part(std::integral_constant<int, 3>());
+        }
       }
     }
     if (layout.of_super) {
@@ -515,12 +532,10 @@ void multiply_block(const Rows<Way>& rows, int64_t count, const Layout& layout, 
   const int64_t passes = kColumns / (Way::kVectors * kLanes);
   if constexpr (kBits == 6) {
     if (tiles > 1) {  // each would take the codes apart again
-      Layout wide = layout;
-      wide.code_bytes = layout.group * kColumns;
-      wide.of_super = 0;
+      const Layout wide = layout.widened();
       static thread_local std::vector<uint8_t> codes;
       codes.resize(wide.block_bytes());
-      widen_block(layout, block, wide, codes.data());
+      widen_block<kBits>(layout, block, wide, codes.data());
       return multiply_block<Way, 8, S, O>(rows, count, wide, codes.data(), columns, residual, y, N, next, lines);
     }
   }
@@ -541,9 +556,17 @@ void multiply_block(const Rows<Way>& rows, int64_t count, const Layout& layout, 
   }
 }
 
+#if SLUICE_AMX
+// In group_tiles.h.
+template <int kBits, typename S, typename O>
+void multiply_by_tiles(const Rows<Vnni>& rows, int64_t count, const Layout& layout, const uint8_t* weight, int64_t block,
+                       int64_t stop, const O* residual, O* y, int64_t N);
+#endif
+
+// tiled: by AMX tiles, beside VNNI only.
 template <typename Way, int kBits, typename X, typename S, typename O>
 void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& layout, const X* norm, float epsilon, bool gated,
-              const uint8_t* weight, const O* residual, int64_t blocks, O* y, int64_t N) {
+              const uint8_t* weight, const O* residual, int64_t blocks, O* y, int64_t N, bool tiled) {
   const int64_t D = layout.inputs;
   const bool worth_it = M * D * N > 500000;
   // An odd stride in cache lines: with a power of two, the rows of a tile would evict each other from the cache.
@@ -551,9 +574,9 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
   const int64_t stride = (layout.padded() + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
   static thread_local std::vector<typename Way::Value> all_values;
   static thread_local std::vector<Chunk> all_chunks;
-  all_values.resize(M * stride + kInLine);
+  all_values.resize(M * stride + kInLine);  // with space to begin at a cache line
   all_chunks.resize(M * layout.chunks());
-  typename Way::Value* values = all_values.data();
+  typename Way::Value* values = align_to_line(all_values.data());
   Chunk* chunks = all_chunks.data();
   const auto prepare = [=](int64_t begin, int64_t end) {
     static thread_local std::vector<float> row;
@@ -565,15 +588,25 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
                         values + m * stride, chunks + m * layout.chunks());
     }
   };
-  const auto product = [=](int64_t block, int64_t begin, int64_t count) {
-    const int64_t at = begin * N + block * kColumns;
+  const auto product = [=](int64_t block, int64_t stop, int64_t begin, int64_t count) {
+    const auto rows = Rows<Way>{values, stride, chunks, layout.chunks()}.from(begin);
+#if SLUICE_AMX
+    if constexpr (std::is_same_v<Way, Vnni>) {
+      if (tiled)
+        return multiply_by_tiles<kBits, S, O>(rows, count, layout, weight, block, stop,
+                                              residual ? residual + begin * N : nullptr, y + begin * N, N);
+    }
+#endif
     const int64_t bytes = layout.block_bytes();
-    multiply_block<Way, kBits, S, O>(Rows<Way>{values, stride, chunks, layout.chunks()}.from(begin), count, layout,
-                                     weight + block * bytes, std::min<int64_t>(kColumns, N - block * kColumns),
-                                     residual ? residual + at : nullptr, y + at, N, weight + (block + 1) * bytes,
-                                     bytes / kLine);
+    for (; block < stop; ++block) {
+      const int64_t at = begin * N + block * kColumns;
+      multiply_block<Way, kBits, S, O>(rows, count, layout, weight + block * bytes,
+                                       std::min<int64_t>(kColumns, N - block * kColumns),
+                                       residual ? residual + at : nullptr, y + at, N, weight + (block + 1) * bytes,
+                                       bytes / kLine);
+    }
   };
-  spread_blocks(threads, M, blocks, Way::kRows, true, worth_it, prepare, product);
+  spread_blocks(threads, M, blocks, tiled ? kPiece : Way::kRows, true, worth_it, prepare, product);
 }
 
 // Packs the codes of one step of a block: `count` inputs of `columns` columns, and zeros for the other inputs.

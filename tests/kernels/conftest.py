@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 import ctypes
+import functools
 import pathlib
 import re
 import threading
@@ -35,16 +36,17 @@ def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   return *flags, "-include", str(header)
 
 
-@pytest.fixture
-def with_bug(
-  tmp_path: pathlib.Path, quick_cpp: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, tuple[str, str]], None]:
-  """Replaces a C++ kernel by one with a seeded bug until the test ends."""
+@pytest.fixture(scope="session")
+def compile_kernel(
+  tmp_path_factory: pytest.TempPathFactory, quick_cpp: tuple[str, ...]
+) -> Callable[[str, tuple[tuple[str, str], ...], tuple[str, ...]], tuple[str, ctypes.CDLL]]:
+  """Compiles C++ kernels, each once; `with_bug` has the arguments. Returns the custom call's name and the library."""
 
-  def seed(kernel: str, bug: tuple[str, str]) -> None:
-    """Args: kernel: a key of native.ENTRIES; bug: text that occurs once in its source, and its replacement."""
-    right, wrong = bug
-    source = native.source(kernel)
+  @functools.cache
+  def compile_changed(
+    kernel: str, changes: tuple[tuple[str, str], ...], flags: tuple[str, ...]
+  ) -> tuple[str, ctypes.CDLL]:
+    source, folder = native.source(kernel), tmp_path_factory.mktemp(kernel)
     text = source.read_text()
     included = {str(NATIVE_H.relative_to(native._ROOT))}  # which the flags include
 
@@ -56,17 +58,38 @@ def with_bug(
       return native._INCLUDE.sub(include_once, header)
 
     text = native._INCLUDE.sub(include_once, text)
-    assert text.count(right) == 1, f"{right!r} does not occur once in {source.name}"
-    (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
-    library = ctypes.CDLL(str(native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", quick_cpp)))
+    for right, wrong in changes:
+      assert text.count(right) == 1, f"{right!r} does not occur once in {source.name}"
+      text = text.replace(right, wrong)
+    (folder / "cpu.cc").write_text(text)
+    library = ctypes.CDLL(str(native.compile_library(folder / "cpu.cc", folder / "cpu.so", (*quick_cpp, *flags))))
     entry = jax.ffi.pycapsule(getattr(library, native.ENTRIES[kernel]))
-    jax.ffi.register_ffi_target(tmp_path.name, entry, platform="cpu")
+    jax.ffi.register_ffi_target(folder.name, entry, platform="cpu")
+    return folder.name, library
+
+  return compile_changed
+
+
+@pytest.fixture
+def with_bug(compile_kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., ctypes.CDLL]:
+  """Replaces a C++ kernel by one with a seeded bug until the test ends."""
+
+  def seed(kernel: str, *changes: tuple[str, str], flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Returns the library.
+
+    Args:
+      kernel: a key of native.ENTRIES.
+      changes: each a text that occurs once in its source, and its replacement.
+      flags: further ones for the compiler.
+    """
+    target, library = compile_kernel(kernel, changes, flags)
 
     def bind_call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
       assert name == kernel
-      return jax.ffi.ffi_call(tmp_path.name, result, **options)
+      return jax.ffi.ffi_call(target, result, **options)
 
     monkeypatch.setattr(native, "bind_call", bind_call)
+    return library
 
   return seed
 

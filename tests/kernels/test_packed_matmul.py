@@ -1,12 +1,12 @@
 """Matmuls over packed weights: right for every shape, the same bits in any batch, and a whole model on them.
 
-Of many rows a processor with AMX has another way (amx.h), which a test of 70 rows goes unless it says `ordered`.
+Of many rows a processor with AMX has another way (amx.h), which a test of 70 rows goes unless it says `ordered`;
+test_tiles.py has its seeded bugs, and runs it on other processors.
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
-import pathlib
 
 from flax import nnx
 import jax
@@ -334,38 +334,3 @@ def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
     check(70, 64, 2050, ordered=True)
     check_norm()
     check_gated(9, 100, "float32")
-
-
-def has_amx() -> bool:
-  return native.level() == "x86-64-v4" and "amx_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
-
-
-_BUGS_OF_TILES = {
-  "a_part_left_out": ("const __m512 rest = ", "const __m512 rest = 0.0f * "),
-  "small_parts_left_out": (
-    "_tile_dpbf16ps(J, 5, 7);                                \\\n    _tile_dpbf16ps(J, 4",
-    "_tile_dpbf16ps(J, 4",
-  ),
-  "columns_of_the_next_terms": (
-    "multiply<X, W>(rows + (tile * deep(D) + k / kDepth)",
-    "multiply<X, W>(rows + (tile * deep(D))",
-  ),
-  "sums_begun_anew": ("all_sums + tile * kSums, k == 0,", "all_sums + tile * kSums, true,"),
-  "what_was_made_twice_over": ("std::swap(ready, next);", ""),
-  "rows_behind_the_last": ("m < std::min(M, top + amx::kRows); ++m)", "m < std::min(M, top + amx::kRows) - 1; ++m)"),
-  "one_row_of_a_tile": (
-    "rows + tile * size + i * amx::kDepth);",
-    "rows + tile * size + (i ? i - 1 : 0) * amx::kDepth);",
-  ),
-  "odd_terms_left_out": ("(k + 1 < D ? load(", "(k + 2 < D ? load("),
-  "second_block_is_the_first": ("block + 1 < count ? from + D * 32 : from", "from"),
-}
-
-
-@pytest.mark.skipif(not has_amx(), reason="this processor has no AMX")
-@pytest.mark.parametrize("name", _BUGS_OF_TILES)
-def test_seeded_bug_of_tiles_is_caught(name: str, with_bug: Callable[..., None]) -> None:
-  with_bug("packed_matmul", _BUGS_OF_TILES[name])
-  with pytest.raises(AssertionError):
-    check(70, 162, 100)
-    check(70, 163, 100, "bfloat16", "float32")

@@ -10,6 +10,8 @@ groups of 32 (int4). The tool compares each figure with the ceilings just before
 (tools/bench/ceilings.py). `of rate` is operations a second over a square matmul's in f32, and `of read` is bytes of
 weights a second over the read bandwidth of all cores: the median product over the best read. `alike` is the median
 product over the median read, which are disturbed alike.
+
+Where the processor has AMX, `SLUICE_AMX=off` in the environment measures the packed kernel without tiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,6 +107,14 @@ def ways() -> tuple[str, ...]:
   return tuple(WAYS)
 
 
+def tile_types() -> tuple[str, ...]:
+  """Returns the types of the AMX tiles that the packed kernel uses in this run."""
+  try:
+    return api.find_tile_types()
+  except NotImplementedError:
+    return ()
+
+
 def make_weights(held: Sequence[Matrix]) -> list[np.ndarray]:
   """Makes random weights that keep the variance of their input, so that nothing overflows."""
   rng = np.random.default_rng(0)
@@ -171,6 +181,7 @@ def measure(args: Any) -> dict[str, Any]:
   return {
     "steps": [row for shape in args.shapes for row in times(shape, args.rows, args.seconds, watch)],
     "ceilings_seen": watch.range(),
+    "tiles": tile_types(),
     "jax": jax.__version__,
     "machine": machine(),
     "commit": commit(),
@@ -179,7 +190,8 @@ def measure(args: Any) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
   """Formats a table for each shape."""
-  lines = [in_words(result["ceilings_seen"])]
+  tiles = ", ".join(result["tiles"]) or "none"
+  lines = [f"AMX tiles in use: {tiles}", in_words(result["ceilings_seen"])]
   names = list(dict.fromkeys(row["way"] for row in result["steps"]))
   for shape in dict.fromkeys(row["shape"] for row in result["steps"]):
     head = "".join(f"{f'{name} ms':>12}{'GFLOP/s':>9}{'of rate':>9}{'of read':>9}{'alike':>7}" for name in names)

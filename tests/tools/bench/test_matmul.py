@@ -34,6 +34,7 @@ def test_the_whole_tool():
   assert "xla" in {row["way"] for row in result["steps"]}
   assert all(0 < row["best_ms"] <= row["median_ms"] and row["of_roofline"] > 0 for row in result["steps"])
   assert "of rate" in done.stderr
+  assert f"AMX tiles in use: {', '.join(result['tiles']) or 'none'}" in done.stderr
 
 
 @pytest.mark.parametrize(
