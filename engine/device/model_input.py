@@ -5,10 +5,12 @@ their bits. Only `StepLayout` knows offsets: `Packer` writes through it in numpy
 JAX traces a step program.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 import dataclasses
 import enum
 from functools import cached_property
+import itertools
 import math
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from engine.shapes import StepShape
 from pallas_kernels.paged_attention.plan import Plan, place_arrays
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: a lower temperature would overflow
+_SMALL_STEP = 32  # tokens of a step up to which numpy's calls take longer than values one by one
 
 
 class Flag(enum.IntFlag):
@@ -355,6 +358,75 @@ class _Repetition:
     _make_plans(layout, packed)
 
 
+class _SmallSteps:
+  """What small steps of the same rows and numbers of tokens have in common.
+
+  Attributes:
+    values: the packed array up to the end of its columns, with 0 for what differs.
+    last, targets: see LogitRows.
+    drafted: (row, first logit row) of rows with drafts.
+  """
+
+  def __init__(self, batch: Batch, layout: StepLayout, of_slots: list[list[int]], num_slots: int):
+    """Args: of_slots: for each row the columns that its slot fixes."""
+    self._layout, self._slots, self._counts, self._behind = layout, batch.slots, batch.counts, batch.behind
+    ends = list(itertools.accumulate(batch.counts))
+    self.last, self.targets = [end - 1 for end in ends], [-1] * ends[-1]
+    self.drafted: list[tuple[int, int]] = []
+    columns: list[list[int]] = [[] for _ in Column]
+    behind_slots: list[int] = []
+    behind_rows: list[int] = []
+    num_masks = 0
+    for row, (slot, count, fixed) in enumerate(zip(batch.slots, batch.counts, of_slots, strict=True)):
+      is_behind = bool(batch.behind and batch.behind[row])
+      behind_slots.append(slot + 1 if is_behind else 0)
+      behind_rows += [row + 1 if is_behind else 0] * count
+      for column, value in zip(columns, fixed, strict=False):
+        column += [value] * count
+      if is_behind:
+        columns[Column.FLAGS][-count:] = [fixed[Column.FLAGS] | int(Flag.BEHIND)] * count
+      columns[Column.SLOT] += [slot] * count
+      columns[Column.MASK] += [slot] * count
+      columns[Column.NUM_DRAFTS] += range(count)
+      columns[Column.LATER_DRAFTS] += range(count - 1, -1, -1)
+      if count == 1:
+        continue
+      assert count == 1 + batch.num_drafts[row], f"a row of {count} tokens has {batch.num_drafts[row]} drafts"
+      assert count <= 1 + MAX_DRAFTS, f"a row has {count - 1} drafts; the limit is {MAX_DRAFTS}"
+      self.drafted.append((row, ends[row] - count))
+      if fixed[Column.FLAGS] & int(Flag.MASK):
+        columns[Column.MASK][1 - count :] = range(num_slots + 1 + num_masks, num_slots + num_masks + count)
+        num_masks += count - 1
+    assert num_masks <= MAX_DRAFT_MASKS, f"the step has {num_masks} masks after drafts; MAX_DRAFT_MASKS is the limit"
+    columns[Column.TOKEN] += range(ends[-1])
+    num_logits = layout.shape.logits
+    columns[Column.TARGET] = [-1] * num_logits
+    for column in (Column.SLOT, Column.MASK):
+      columns[column] += [num_slots] * (num_logits - ends[-1])
+    values = array("i", bytes(4 * (layout.fields["columns"][0] + len(Column) * num_logits)))
+    for name, numbers in (
+      ("used", [ends[-1], ends[-1]]),
+      ("query_starts", [0, *ends, *[ends[-1]] * (layout.shape.rows - len(ends))]),
+      ("behind_slots", behind_slots),
+      ("behind_rows", behind_rows),
+    ):
+      place = layout.fields[name][0]
+      values[place : place + len(numbers)] = array("i", numbers)
+    for number, column in enumerate(columns):
+      place = layout.fields["columns"][0] + number * num_logits
+      values[place : place + len(column)] = array("i", column)
+    self.values = values
+
+  def fits(self, batch: Batch, layout: StepLayout) -> bool:
+    """Returns whether a step is one of these."""
+    return (
+      layout is self._layout
+      and batch.slots == self._slots
+      and batch.counts == self._counts
+      and batch.behind == self._behind
+    )
+
+
 class Packer:
   """The host's copy of slot data, from which it packs steps.
 
@@ -374,6 +446,7 @@ class Packer:
     self._eos = eos_token_ids
     self._block_tables = np.zeros((num_slots + 1, table_width), np.int32)
     self._columns = np.zeros((NUM_SLOT_COLUMNS, num_slots + 1), np.int32)
+    self._table_view, self._column_view = memoryview(self._block_tables.ravel()), memoryview(self._columns.ravel())
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
     self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens at which the request reaches min_tokens
     self._logprobs: dict[int, SamplingParams] = {}  # slots with logprobs
@@ -382,7 +455,10 @@ class Packer:
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots with prompt logprobs
     self._adapter_slots = np.zeros(num_slots + 1, np.int32)
     self._adapted: set[int] = set()  # slots with an adapter
+    # Slots whose rows need more than values of the slot: those with an adapter, log probabilities or min_tokens.
+    self._intricate: set[int] = set()
     self._latest: _Repetition | None = None  # the latest step, if the next may repeat it
+    self._small: _SmallSteps | None = None  # the latest step without numpy, if no slot has changed since
 
   def layout(self, shape: StepShape) -> StepLayout:
     """Returns the layout of `shape`'s packed array."""
@@ -390,7 +466,7 @@ class Packer:
 
   def admit(self, admission: Admission) -> None:
     """Writes a slot for a new request."""
-    self._latest = None
+    self._latest = self._small = None
     slot, params = admission.slot, admission.params
     table = self._block_tables[slot]
     table[:] = 0
@@ -428,6 +504,10 @@ class Packer:
       self._logprobs[slot] = params
     if params.prompt_logprobs is not None:
       self._known[slot] = admission.token_ids
+    if admission.adapter_slot or params.min_tokens or slot in self._logprobs:
+      self._intricate.add(slot)
+    else:
+      self._intricate.discard(slot)
 
   def mask_lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
     """Yields each mask of the step and its line of SlotState.mask: the slot's, or a further one after a draft."""
@@ -473,10 +553,64 @@ class Packer:
       latest.pack_next(batch, layout, self._block_size, packed)
       return packed, latest.rows
     packed.fill(0)
-    rows = self._pack(batch, layout, packed)
+    rows = (self._pack_small if self._is_small(batch, layout) else self._pack)(batch, layout, packed)
     repeats = rows.plain and not any(batch.token_ids) and not batch.behind
     self._latest = _Repetition(batch, layout, packed, rows) if repeats else None
     return packed, rows
+
+  def _is_small(self, batch: Batch, layout: StepLayout) -> bool:
+    """Returns whether `_pack_small` may pack the step: few tokens, each of which is sampled after."""
+    total, rows = batch.num_tokens, len(batch.slots)
+    return (
+      0 < total <= _SMALL_STEP
+      and total == rows + sum(batch.num_drafts)
+      and batch.num_logits == batch.counts
+      and batch.computed_tokens == total
+      and all(batch.samples)
+      and self._intricate.isdisjoint(batch.slots)
+      and not layout.plans
+    )
+
+  def _pack_small(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
+    """Does what `_pack` does for a step that `_is_small`, without numpy.
+
+    Right after a step, caches are cold and each kind of numpy call takes 20 us, so the 25 kinds in `_pack` take longer
+    than a small model's step has to spare for drafts.
+    """
+    small = self._small
+    if small is None or not small.fits(batch, layout):
+      columns = [self._column_view[slot :: self._num_slots + 1].tolist() for slot in batch.slots]
+      small = self._small = _SmallSteps(batch, layout, columns, self._num_slots)
+    values, num_logits = memoryview(packed), layout.shape.logits
+    values[: len(small.values)] = small.values
+    block_size, width, tables = self._block_size, self._table_width, self._table_view
+    tokens: list[int] = []
+    positions: list[int] = []
+    places: list[int] = []
+    line = layout.fields["block_tables"][0]
+    for slot, start, count, ids in zip(batch.slots, batch.starts, batch.counts, batch.token_ids, strict=True):
+      first = len(tokens)
+      tokens += ids or (-1 - slot,)
+      if ids and ids[0] == IN_FLIGHT:
+        tokens[first] = -1 - slot
+      table = tables[slot * width : (slot + 1) * width]
+      values[line : line + width] = table
+      line += width
+      for position in range(start, start + count):
+        positions.append(position)
+        places.append(table[position // block_size] * block_size + position % block_size)
+    columns = layout.fields["columns"][0]
+    for place, numbers in (
+      (layout.fields["tokens"][0], tokens),
+      (layout.fields["positions"][0], positions),
+      (layout.fields["slot_mapping"][0], places),
+      (layout.fields["kv_lens"][0], [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]),
+      (columns + Column.POSITION * num_logits, [position + 1 for position in positions]),
+      (columns + Column.DRAFT * num_logits, tokens if small.drafted else ()),
+    ):
+      values[place : place + len(numbers)] = array("i", numbers)
+    drafts = tuple([(row, first, batch.token_ids[row][1:]) for row, first in small.drafted])
+    return LogitRows(small.last, {}, small.targets, drafts, not drafts)
 
   def _pack(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
     """Fills a zeroed array and returns its logit rows."""

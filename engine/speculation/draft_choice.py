@@ -6,6 +6,7 @@ for a token, and the expected tokens a second are those at which all rows had th
 """
 
 from collections.abc import Collection, Sequence
+import math
 from typing import NamedTuple
 
 _MARGIN = 1.03  # least gain in expected tokens a second: measured times are that exact
@@ -86,10 +87,10 @@ def limit_seconds(seconds: list[float], measured: Sequence[float], longest: floa
 
   Args:
     seconds: the times, as a choice estimates them. The first one stays.
-    measured: the same, as they were measured.
+    measured: the same, as they were measured; infinity: not yet.
   """
   for number in range(1, len(seconds)):
-    if measured[number] > longest:
+    if longest < measured[number] < math.inf:
       return seconds[:number]
   return seconds
 

@@ -22,6 +22,13 @@ from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 _LEAST_STEPS_A_NOTE = 4
 _MOST_STEPS_A_NOTE = 64
 _FIRST_NOTES = 64  # plain steps of which all are noted
+_FIRST_DRAFTED = 2  # steps with drafts, of which none is noted: their code runs for the first time
+# One in so many plain steps takes longer, in plain steps of its size, than a ratio that is learned: each longer one
+# raises it, and each other one lowers it by a share. With it, real steps vary, and a step as long as some plain ones
+# does not lengthen the longest gaps between tokens.
+_LONG_ONE_IN = 20
+_RAISES_BY = 0.05
+_MOST_LATE_RATIO = 2.0
 
 
 class PlannedStep(NamedTuple):
@@ -70,8 +77,14 @@ class DraftCosts:
     self._alone_seconds = StepSeconds(ladder)
     self._behind_seconds = StepSeconds(ladder)  # with overlap, of steps planned while the device computed another
     self._slowed_seconds = StepSeconds(ladder)  # of such steps that follow drafts, and so repeat no step
+    # The same as the first two by tokens in use, which the limit counts: a longer context makes drafts in padding cost.
+    self._alone_used = self._behind_used = None
+    if config.computes_padding and self._has_limit:
+      self._alone_used, self._behind_used = StepSeconds(None), StepSeconds(None)
     # The same as the first two, of steps after which a draft model proposes.
     self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
+    self._late_ratio = 1.0  # that of _LONG_ONE_IN
+    self._num_drafted = 0  # steps with drafts, up to _FIRST_DRAFTED
     self.plain_seconds = 0.0
     self.next_note = 0
     self._noted_step = -1
@@ -132,12 +145,25 @@ class DraftCosts:
     table = self._alone_proposing if proposing else self._alone_seconds
     seconds = table.estimate_steps(planned.num_tokens, most)
     if self._has_limit:
-      measured = table.estimate_steps(planned.num_tokens, most, as_measured=True)
-      longest = self._step_limit * base
+      measured, longest = self._measure_limit(self._alone_used, table, planned.num_tokens, most, base)
       seconds = limit_seconds(seconds, measured, longest)
       self.is_limited = most > 0 and longest < measured[1] < UNKNOWN
     seconds = add_caution(seconds, base)
     return choose_drafts(chances, StepOption(planned.num_decodes, seconds), planned.num_decodes / base, most)
+
+  def _measure_limit(
+    self, used: StepSeconds | None, table: StepSeconds, num_tokens: int, most: int, base: float
+  ) -> tuple[list[float], float]:
+    """Returns the measured seconds of a step with 0, 1, 2, ... drafts, and the most seconds that it may take.
+
+    Args:
+      used: estimates by tokens in use, if they differ from those of `table`.
+      base: seconds of the step without drafts by `table`.
+    """
+    if used is not None and used.knows_size(num_tokens):
+      table, base = used, used.estimate_step(num_tokens)
+    longest = max(self._step_limit, self._late_ratio) * base
+    return table.estimate_steps(num_tokens, most, as_measured=True), longest
 
   def _choose_with_next(
     self,
@@ -165,8 +191,7 @@ class DraftCosts:
     after = rest if slowed == UNKNOWN else max(rest, slowed)
     alone = self._estimate_alone(num_tokens, seconds, proposing)
     if self._has_limit:
-      longest = self._step_limit * base
-      measured = table.estimate_steps(num_tokens, most, as_measured=True)
+      measured, longest = self._measure_limit(self._behind_used, table, num_tokens, most, base)
       alone = limit_seconds(alone, self._estimate_alone(num_tokens, measured, proposing, as_measured=True), longest)
       seconds = limit_seconds(seconds, measured, longest)
       if slowed != UNKNOWN and self._slowed_seconds.estimate_steps(num_free, 0, as_measured=True)[0] > longest:
@@ -256,6 +281,9 @@ class DraftCosts:
     else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
       self._charge_step(len(batch.slots), num_tokens, seconds, has_next, is_trial=bool(drafts) or is_slowed)
+    if drafts and self._num_drafted < _FIRST_DRAFTED:
+      self._num_drafted += 1
+      return
     # Without overlap, a plain step repeats; and with a constraint, it is planned alone in any case.
     if is_slowed and (batch.num_proposals or not was_behind and (batch.masks or not self._overlap)):
       return
@@ -263,10 +291,24 @@ class DraftCosts:
     if self._has_model:
       tables += [self._alone_proposing, self._behind_proposing]
     table = tables.pop(2 if is_slowed and was_behind else was_behind + 3 * bool(batch.num_proposals))
+    if not (drafts or is_slowed or batch.num_proposals):
+      self._note_ratio(seconds / table.estimate_step(batch.device_tokens(self._computes_padding)))
     factor = table.note_step(batch.device_tokens(self._computes_padding), seconds, num_steps)
     for other in tables:
       other.pass_steps(num_steps)
       other.scale_all(factor)
+    if self._alone_used is not None and self._behind_used is not None and not (is_slowed or batch.num_proposals):
+      used, other = self._alone_used, self._behind_used
+      if was_behind:
+        used, other = other, used
+      other.scale_all(used.note_step(batch.num_tokens, seconds, num_steps))
+      other.pass_steps(num_steps)
+
+  def _note_ratio(self, ratio: float) -> None:
+    """Learns from a plain step's seconds over those expected; 0 if these were not known."""
+    if ratio > 0:
+      change = 1 if ratio > self._late_ratio else -1 / (_LONG_ONE_IN - 1)
+      self._late_ratio = min(_MOST_LATE_RATIO, max(1.0, self._late_ratio * (1 + _RAISES_BY * change)))
 
   def _note_plain(self, num_steps: int) -> None:
     """Counts steps without drafts."""
@@ -287,6 +329,8 @@ class DraftCosts:
       **tables,
       "credit": [self.credit.steps, self.credit.look_steps],
       "plain_seconds": self.plain_seconds,
+      "late_ratio": self._late_ratio,
+      "num_drafted": self._num_drafted,
       "plain": [self._num_plain, self._noted_step, self._steps_a_note, self.next_note],
       "slowed_steps": sorted(self._slowed_steps),
     }
@@ -294,9 +338,12 @@ class DraftCosts:
   def restore_state(self, state: dict[str, Any]) -> None:
     """Takes back what state() returned."""
     for name, table in self._tables().items():
-      table.restore_state(state[name])
+      if name in state:  # traces of earlier versions lack some
+        table.restore_state(state[name])
     self.credit.steps, self.credit.look_steps = state["credit"]
     self.plain_seconds = state["plain_seconds"]
+    self._late_ratio = state.get("late_ratio", 1.0)  # traces of earlier versions lack both
+    self._num_drafted = state.get("num_drafted", _FIRST_DRAFTED)
     self._num_plain, self._noted_step, self._steps_a_note, self.next_note = state["plain"]
     self._slowed_steps = set(state["slowed_steps"])
 
@@ -304,4 +351,6 @@ class DraftCosts:
     tables = {"alone": self._alone_seconds, "behind": self._behind_seconds, "slowed": self._slowed_seconds}
     if self._has_model:
       tables |= {"alone_proposing": self._alone_proposing, "behind_proposing": self._behind_proposing}
+    if self._alone_used is not None and self._behind_used is not None:
+      tables |= {"alone_used": self._alone_used, "behind_used": self._behind_used}
     return tables

@@ -11,6 +11,7 @@ that is longer than its tokens would take one after another, counts no more then
 """
 
 from bisect import bisect_left
+import itertools
 
 from engine.shapes import ShapeLadder
 
@@ -26,6 +27,8 @@ _LEAST_SECONDS = 1e-9  # of a step, for clocks that stand still
 _HALVES_AFTER = 1024  # steps without a measurement of a size, after which its time, or what is more, counts as half
 _BEGINS_ANEW_AFTER = 128
 _EXPIRES_AFTER = 4096
+_COUNTS_WHOLE = 2048  # the same for estimates of what was measured
+_STEPS_OF_AN_AGE = 4
 _EXACT_TOKENS = 8  # sizes up to this are apart; above, a power of two has a few
 _SIZES_OF_A_POWER = 4
 
@@ -42,7 +45,9 @@ class StepSeconds:
     self._scale = 1.0
     self._num_steps = 0
     self._is_hopeful = True
-    self._found: dict[tuple, list[float]] = {}  # estimates since the latest measurement, by arguments
+    # Estimates in units of the scale, by arguments, since what they depend on has changed, and the age then.
+    self._found: dict[tuple, list[float]] = {}
+    self._found_at = 0
 
   def note_step(self, num_tokens: int, seconds: float, num_steps: int = 1) -> float:
     """Adds a measured step of `num_tokens`; returns the factor by which steps of all sizes have changed.
@@ -52,10 +57,11 @@ class StepSeconds:
     size = self._size_of(num_tokens)
     seconds = max(seconds, _LEAST_SECONDS) / self._scale
     self._num_steps += num_steps
-    self._found.clear()
     point = self._points.setdefault(size, [0, 0.0, self._num_steps])
     count, known, latest, *first = point
     is_stale = self._num_steps - latest > _BEGINS_ANEW_AFTER
+    if is_stale or count < _MANY:
+      self._found.clear()  # otherwise only the scale changes
     if is_stale and (count >= _FEW or not known):
       if known and count < _MANY:  # the least of few
         known = min(known, seconds)
@@ -88,12 +94,10 @@ class StepSeconds:
   def scale_all(self, factor: float) -> None:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""
     self._scale *= factor
-    self._found.clear()
 
   def pass_steps(self, num_steps: int = 1) -> None:
     """Notes steps of another kind."""
     self._num_steps += num_steps
-    self._found.clear()
 
   def estimate_steps(
     self, num_tokens: int, count: int, base: float = UNKNOWN, as_measured: bool = False
@@ -102,17 +106,27 @@ class StepSeconds:
 
     [UNKNOWN, ...] if no smaller or equal size is known: such a step must be measured first.
 
-    A choice needs the same steps again and again, at 12 us each, so they are kept until the next measurement.
+    A choice needs the same steps again and again, at 12 us each (70 right after a step), so they are kept while only
+    the scale changes.
 
     Args:
       base: seconds of a step of `num_tokens` of another kind, if this one is not known.
-      as_measured: old times and those of few steps count whole.
+      as_measured: times count whole for longer, so that a size that took too long is tried again only once in so many
+        steps. Larger sizes than the known ones count as the largest, so that they are tried.
     """
+    age = self._num_steps // _STEPS_OF_AN_AGE
+    if age != self._found_at:
+      self._found.clear()
+      self._found_at = age
+      self._drop_expired()
+    if base != UNKNOWN:
+      base = UNKNOWN if self.knows_size(num_tokens) else base / self._scale
     found = self._found.get((num_tokens, base, as_measured))
     if found is None or len(found) <= count:
       found = self._estimate_steps(num_tokens, count, base, as_measured)
       self._found[num_tokens, base, as_measured] = found
-    return found[: count + 1]
+    scale = self._scale
+    return [scale * each for each in found[: count + 1]]
 
   def set_hope(self, is_hopeful: bool) -> None:
     """Sets whether sizes above the known ones, and those not measured for long, count as cheap enough to be tried."""
@@ -122,22 +136,23 @@ class StepSeconds:
 
   def estimate_step(self, num_tokens: int) -> float:
     """Returns the seconds of a step of `num_tokens`, or UNKNOWN."""
-    found = self._found.get((num_tokens, UNKNOWN, False))
-    return found[0] if found else self.estimate_steps(num_tokens, 0)[0]
+    return self.estimate_steps(num_tokens, 0)[0]
 
   def _estimate_steps(self, num_tokens: int, count: int, base: float, as_measured: bool) -> list[float]:
-    self._drop_expired()
+    """Does what estimate_steps does, in units of the scale."""
+    now = self._num_steps - self._num_steps % _STEPS_OF_AN_AGE
     first = self._size_of(num_tokens)
     seconds, shares = {}, {}
     for size, (_, known, latest, *_) in self._points.items():
       if known:
-        age = max(0, min(_HALVES_AFTER, self._num_steps - latest - _BEGINS_ANEW_AFTER))
-        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self._is_hopeful and not as_measured else 1.0
-        seconds[size] = self._scale * known * (shares[size] if size <= first else 1.0)
+        age = max(0, min(_HALVES_AFTER, now - latest - _BEGINS_ANEW_AFTER))
+        is_old = not as_measured or now - latest > _COUNTS_WHOLE
+        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self._is_hopeful and is_old else 1.0
+        seconds[size] = known * (shares[size] if size <= first else 1.0)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
     sizes = sorted(seconds)
-    least = self._estimate_step(first, sizes, seconds)
+    least = self._estimate_step(first, sizes, seconds, as_measured)
     if least == UNKNOWN:
       return [UNKNOWN] * (count + 1)
     for size, share in shares.items():
@@ -147,16 +162,18 @@ class StepSeconds:
         else:
           seconds[size] = least + share * (seconds[size] - least)
     sizes = sorted(seconds)
+    for larger, smaller in itertools.pairwise(sizes[::-1]):  # other work delayed the smaller one
+      seconds[smaller] = min(seconds[smaller], seconds[larger])
     found = []
     largest = sizes[-1]
     for tokens in range(num_tokens, num_tokens + count + 1):
       size = self._size_of(tokens)
       is_known = self._is_hopeful or size <= largest or size == first
-      least = max(least, self._estimate_step(size, sizes, seconds)) if is_known else UNKNOWN
+      least = max(least, self._estimate_step(size, sizes, seconds, as_measured)) if is_known else UNKNOWN
       found.append(least)
     return found
 
-  def _estimate_step(self, size: int, sizes: list[int], seconds: dict[int, float]) -> float:
+  def _estimate_step(self, size: int, sizes: list[int], seconds: dict[int, float], as_measured: bool) -> float:
     if size in seconds:
       return seconds[size]
     above = bisect_left(sizes, size)
@@ -164,7 +181,9 @@ class StepSeconds:
       return UNKNOWN
     below = sizes[above - 1]
     if above == len(sizes):
-      return self._extrapolate(size, sizes, seconds) if size <= self._largest_trial(below) else UNKNOWN
+      if size > self._largest_trial(below):
+        return UNKNOWN
+      return seconds[below] if as_measured else self._extrapolate(size, sizes, seconds)
     share = (size - below) / (sizes[above] - below)
     return seconds[below] + share * (seconds[sizes[above]] - seconds[below])
 
@@ -192,7 +211,7 @@ class StepSeconds:
     return -(-num_tokens // step) * step
 
   def _drop_expired(self) -> None:
-    oldest = self._num_steps - _EXPIRES_AFTER
+    oldest = self._num_steps - self._num_steps % _STEPS_OF_AN_AGE - _EXPIRES_AFTER
     if any(point[2] < oldest for point in self._points.values()):
       self._points = {size: point for size, point in self._points.items() if point[2] >= oldest}
 
@@ -204,6 +223,7 @@ class StepSeconds:
   def restore_state(self, state: dict) -> None:
     """Takes back what state() returned."""
     self._found.clear()
+    self._found_at = -1
     self._num_steps, self._scale = state["num_steps"], state["scale"]
     self._is_hopeful = state.get("is_hopeful", True)  # traces of earlier versions lack it
     self._points = {size: point for size, *point in state["points"]}

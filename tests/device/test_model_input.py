@@ -18,6 +18,7 @@ from engine.device import model_input
 from engine.device.model_input import Column, Flag, Packer, flags_of, unpack
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+from tests.engine.speculation.guessing import GuessingWorld
 from tests.engine.world import World
 from tests.fakes import FakeRunner
 
@@ -199,33 +200,51 @@ class PackedStep:
     return self.step.result()
 
 
-class PackingRunner:
-  """Packs what the fake device runs twice: as a runner does, step after step, and by a packer that repeats nothing."""
+class NumpyPacker(Packer):
+  """Packs each step anew, and small ones like others."""
 
-  def __init__(self, config: EngineConfig, fake: FakeRunner, packer_class: type[Packer]):
+  def _is_small(self, batch, layout):
+    return False
+
+
+class PackingRunner:
+  """Packs what the fake device runs twice: as a runner does, step after step, and by a packer that repeats nothing.
+
+  Attributes: num_repeated, num_small: steps that repeated the one before, and those packed without numpy.
+  """
+
+  def __init__(self, config: EngineConfig, fake: FakeRunner, packer_class: type[Packer], simplifies: bool = False):
+    """Args: simplifies: the rows of most slots need only values of the slot."""
+    self.simplifies = simplifies
     width = -(-config.max_model_len // config.block_size)
     self.fake = fake
     self.packer = packer_class(config.max_num_seqs, width, config.block_size, config.eos_token_ids)
-    self.fresh = Packer(config.max_num_seqs, width, config.block_size, config.eos_token_ids)
+    self.fresh = NumpyPacker(config.max_num_seqs, width, config.block_size, config.eos_token_ids)
     self.layouts = {}
     self.free: dict[StepShape, list[np.ndarray]] = {}
-    self.num_repeated = 0
+    self.num_repeated = self.num_small = 0
 
   def launch(self, batch: Batch) -> Launched:
     layout = self.layouts.setdefault(batch.shape, self.packer.layout(batch.shape))
     for admission in batch.admissions:
+      if self.simplifies and admission.slot % 4:
+        params = dataclasses.replace(admission.params, min_tokens=0, logprobs=None, prompt_logprobs=None)
+        admission = dataclasses.replace(admission, params=params)
       self.packer.admit(admission)
       self.fresh.admit(admission)
     before = self.packer._latest
     free = self.free.setdefault(batch.shape, [])
     packed, rows = self.packer.pack(batch, layout, free.pop() if free else np.full(layout.size, 99, np.int32))
-    self.num_repeated += before is not None and self.packer._latest is before
+    repeated = before is not None and self.packer._latest is before
+    self.num_repeated += repeated
+    self.num_small += not repeated and self.packer._is_small(batch, layout)
     self.fresh._latest = None
     expected, expected_rows = self.fresh.pack(batch, layout)
     np.testing.assert_array_equal(packed, expected)
     np.testing.assert_array_equal(rows.last, expected_rows.last)
     np.testing.assert_array_equal(rows.targets, expected_rows.targets)
     assert (rows.wants, rows.plain) == (expected_rows.wants, expected_rows.plain)
+    assert rows.drafts == expected_rows.drafts
     kept = (packed, expected), (rows.targets, list(expected_rows.targets))
     return PackedStep(self.fake.launch(batch), lambda: free.append(packed), *kept)
 
@@ -244,6 +263,54 @@ def test_a_repeated_step_equals_a_fresh_one():
   assert sum(pack_a_world(seed) for seed in range(40)) > 200
 
 
+def pack_a_world_with_drafts(seed: int, packer_class: type[Packer] = Packer) -> tuple[int, int]:
+  """The same with drafts and rows behind drafts; returns the numbers of small steps and of all drafts."""
+  world = GuessingWorld(seed)
+  runner = world.engine._runner = PackingRunner(world.config, world.runner, packer_class, simplifies=True)
+  for _ in range(80):
+    world.random_op()
+  world.drain()
+  return runner.num_small, world.num_drafts
+
+
+def test_a_small_step_equals_one_by_numpy():
+  num_small, num_drafts = map(sum, zip(*map(pack_a_world_with_drafts, range(40)), strict=True))
+  assert num_small > 200 and num_drafts > 200
+
+
+def pack_masks(_: int = 0, packer_class: type[Packer] = Packer) -> None:
+  """Packs a step with masks after the drafts of two rows."""
+  layout = Packer(SLOTS, WIDTH, BLOCK, EOS).layout(StepShape(12, SLOTS, 12))
+  drafts = (3, 0, 2, 0, 2)
+  batch = Batch(
+    step=0,
+    shape=layout.shape,
+    request_ids=tuple("abcde"),
+    slots=(4, 0, 1, 5, 2),
+    starts=(3, 8, 5, 1, 2),
+    counts=tuple(1 + count for count in drafts),
+    num_logits=tuple(1 + count for count in drafts),
+    samples=(True,) * 5,
+    token_ids=((-1, 7, 8, 9), (), (3, 4, 5), (6,), (1, 2, 3)),
+    num_drafts=drafts,
+  )
+  found = []
+  for packer in (packer_class(SLOTS, WIDTH, BLOCK, EOS), NumpyPacker(SLOTS, WIDTH, BLOCK, EOS)):
+    for slot in batch.slots:
+      blocks = tuple(range(10 * slot + 1, 10 * slot + 5))
+      params = SamplingParams(temperature=0.5, top_k=slot, seed=slot)
+      packer.admit(Admission(slot, (5, 6), 2, blocks, params, slot, constrained=slot in (1, 4, 5)))
+    found.append(packer.pack(batch, layout))
+    assert packer._is_small(batch, layout) is not isinstance(packer, NumpyPacker)
+  (packed, rows), (expected, expected_rows) = found
+  np.testing.assert_array_equal(packed, expected)
+  assert rows == expected_rows
+
+
+def test_a_small_step_with_masks_equals_one_by_numpy():
+  pack_masks()
+
+
 @pytest.mark.parametrize(
   "old, new",
   [
@@ -258,15 +325,43 @@ def test_a_repeated_step_equals_a_fresh_one():
   ],
 )
 def test_a_bug_in_repeating_is_caught(old: str, new: str):
+  with pytest.raises(AssertionError):
+    run_seeded(old, new, pack_a_world, 60)
+
+
+@pytest.mark.parametrize(
+  ("old", "new"),
+  [
+    ("behind_slots.append(slot + 1 if is_behind else 0)", "behind_slots.append(0)"),
+    ("columns[Column.NUM_DRAFTS] += range(count)", "columns[Column.NUM_DRAFTS] += range(1, count + 1)"),
+    ("      and batch.counts == self._counts\n", ""),
+    ("      and batch.behind == self._behind\n", ""),
+    ("      self._intricate.add(slot)\n", "      pass\n"),
+    ("self._latest = self._small = None", "self._latest = None"),
+    ("        tokens[first] = -1 - slot\n", "        pass\n"),
+    ("[position + 1 for position in positions]", "positions"),
+  ],
+)
+def test_a_bug_in_a_small_step_is_caught(old: str, new: str):
+  with pytest.raises(AssertionError):
+    run_seeded(old, new, pack_a_world_with_drafts, 60)
+
+
+def test_a_bug_in_the_masks_of_a_small_step_is_caught():
+  with pytest.raises(AssertionError):
+    run_seeded("        num_masks += count - 1\n", "        num_masks += count\n", pack_masks, 1)
+
+
+def run_seeded(old: str, new: str, pack: Callable[[int, type[Packer]], object], num_worlds: int) -> None:
+  """Packs worlds by a module in which `new` is in place of `old`."""
   source = Path(model_input.__file__).read_text()
   assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
   module = types.ModuleType("seeded_model_input")
   sys.modules[module.__name__] = module
   try:
     exec(compile(source.replace(old, new), "seeded model_input.py", "exec"), module.__dict__)
-    with pytest.raises(AssertionError):
-      for seed in range(60):
-        pack_a_world(seed, module.Packer)
+    for seed in range(num_worlds):
+      pack(seed, module.Packer)
   finally:
     del sys.modules[module.__name__]
 

@@ -56,15 +56,33 @@ def test_a_smaller_step_that_took_longer_costs_no_less_than_it():
   assert times.estimate_steps(1, 2) == [0.02] * 3
 
 
-def test_as_measured_old_times_and_those_of_few_steps_count_whole():
+def test_as_measured_times_count_whole_for_longer():
   times = StepSeconds(None)
   note(times, 1, 0.01, 100)
-  note(times, 2, 0.04)
+  note(times, 2, 0.04, 8)
   note(times, 4, 0.05, 100)
   assert times.estimate_steps(1, 3) == times.estimate_steps(1, 3, as_measured=True)
-  times.pass_steps(1200)
+  times.pass_steps(800)
   assert times.estimate_steps(1, 3)[3] < 0.04, "old times count less"
   assert times.estimate_steps(1, 3, as_measured=True) == pytest.approx([0.01, 0.04, 0.045, 0.05])
+  times.pass_steps(1300)
+  assert times.estimate_steps(1, 3, as_measured=True)[3] < 0.04, "the size is tried again"
+
+
+def test_as_measured_larger_sizes_than_the_known_count_as_the_largest():
+  times = StepSeconds(None)
+  note(times, 1, 0.01, 100)
+  note(times, 2, 0.012, 8)
+  assert times.estimate_steps(1, 3)[3] == pytest.approx(0.016)
+  assert times.estimate_steps(1, 3, as_measured=True) == pytest.approx([0.01, 0.012, 0.012, 0.012])
+
+
+def test_a_size_counts_at_most_as_the_larger_ones():
+  times = StepSeconds(None)
+  note(times, 1, 0.01, 100)
+  note(times, 4, 0.012, 8)
+  note(times, 2, 0.03, 8)
+  assert times.estimate_steps(1, 3) == pytest.approx([0.01, 0.012, 0.012, 0.012])
 
 
 def test_a_change_of_a_well_known_size_is_one_of_all():
@@ -115,14 +133,14 @@ def test_a_measurement_expires():
   assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.26]), (
     "half of what is more, as it was not measured for long"
   )
-  times.pass_steps()
+  times.pass_steps(4)
   assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.01]), "it is tried again"
 
 
 def test_a_size_without_more_tokens_counts_as_half_if_it_was_not_measured_for_long():
   times = StepSeconds(None)
   note(times, 8, 0.5)
-  times.pass_steps(128 + 1024)
+  times.pass_steps(128 + 1024 + 1)
   assert times.estimate_steps(8, 0) == pytest.approx([0.25])
 
 
@@ -150,12 +168,12 @@ def test_few_steps_longer_than_their_tokens_one_after_another_count_for_a_while_
   note(times, 2, 0.05)
   note(times, 4, 0.039)
   note(times, 1, 0.01, 125)
-  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.05])
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.039]), "no more than four tokens"
   times.pass_steps(4)
   found = times.estimate_steps(1, 3)
   assert 0.01 < found[1] < 0.02 and found[3] == pytest.approx(0.039, rel=0.01), "four tokens may take as long"
   times.set_hope(False)
-  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.05]), "a known time keeps a size from trials"
+  assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.039]), "a known time keeps a size from trials"
   times.set_hope(True)
   times.note_step(2, 0.012)
   assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.012], rel=0.01), "the least of few counts"
