@@ -307,9 +307,9 @@ class DeviceSettings:
   )
   draft_model: str = setting(
     "",
-    "Folder of a small model with the same tokenizer, whose proposals --speculation=draft or auto verifies; demo: that "
-    "of the demo model. On one CPU; not with --enable_lora, --executable_bundle, --batching=disaggregated, --role, "
-    "--num_hosts or --fake_device.",
+    "Folder of a small model with the same tokenizer, or of the model's EAGLE-3 head, whose proposals "
+    "--speculation=draft or auto verifies; demo, demo_eagle: those of the demo model. On one CPU; not with "
+    "--enable_lora, --executable_bundle, --batching=disaggregated, --role, --num_hosts or --fake_device.",
     group=_MODEL,
   )
   dtype: str = setting(

@@ -201,16 +201,35 @@ class Decoder(nnx.Module):
     Returns:
       Hidden states of the last layer, [..., D] or [S, D] for wanted tokens, for `logits`; and the new caches.
     """
+    return self.hidden_and_features((), tokens, positions, caches, meta, attend, num_tokens, wanted, adapters)[:2]
+
+  def hidden_and_features(
+    self,
+    feature_layers: tuple[int, ...],
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: tuple,
+    meta: Any,
+    attend: Attend,
+    num_tokens: jax.Array | None = None,
+    wanted: Wanted | None = None,
+    adapters: tuple[LayerAdapters, ...] | None = None,
+  ) -> tuple[jax.Array, tuple, tuple[jax.Array, ...]]:
+    """Runs the layers like `hidden`, and also returns the inputs of some of them, [..., D] each, for all tokens.
+
+    Args: feature_layers: numbers of these layers, from 0; the others as in `hidden`.
+    """
     x = self.embed(tokens)
     rotations = {declared.rope: rotation(positions, declared) for declared in self.config.groups}
-    new_caches = []
+    new_caches, layer_inputs = [], []
     for index, (layer, declared, cache) in enumerate(zip(self.layers, self.config.layers, caches, strict=True), 1):
       graphdef, state = nnx.split(layer)
       now = wanted if index == len(self.layers) else None
       own = None if adapters is None else adapters[index - 1]
+      layer_inputs.append(x)
       x, cache = _run_block(graphdef, state, x, rotations[declared.rope], cache, meta, attend, num_tokens, now, own)
       new_caches.append(cache)
-    return x, tuple(new_caches)
+    return x, tuple(new_caches), tuple(layer_inputs[number] for number in feature_layers)
 
   def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     """[..., D] of `hidden` -> f32[..., V]: applies the final norm and the head.

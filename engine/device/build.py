@@ -24,9 +24,8 @@ from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.adapter_folder import AdapterArrays, AdapterReader
 from engine.device.adapter_support import adapter_bytes, adapter_step_bytes, check_adapter_support, slot_rank
-from engine.device.draft_folder import DraftFolder, open_draft
+from engine.device.draft_folder import OpenDraft, open_draft
 from engine.device.draft_model import DraftModel
-from engine.device.draft_programs import draft_programs
 from engine.device.host_blocks import device_bytes
 from engine.device.kernel_choice import (
   attention_candidates,
@@ -322,7 +321,7 @@ def build_side(
       fallbacks=fallbacks,
     )
   )
-  draft: DraftFolder | None = None
+  draft: OpenDraft | None = None
   if options.draft_model:
     if source is not None:
       raise ConfigError(
@@ -366,7 +365,7 @@ def build_side(
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   kept = dict(checkpoint.kept)
   if draft is not None:
-    kept |= {f"draft {name}": leaf for name, leaf in draft.checkpoint.kept.items()}
+    kept |= {f"draft {name}": leaf for name, leaf in draft.kept.items()}
   left = check_fits(options.model_dir, mesh, kept, kv_bytes, kv_for, step, step_for)
   if device.platform == "cpu":
     left_for_host, beside = None if left is None else left - kv_bytes, f" beside weights, a step and KV ({kv_for})"
@@ -403,6 +402,7 @@ def build_side(
       max_lora_rank=rank,
       low_rank=low_rank,
       weight_form=hashlib.sha256(repr(checkpoint.form).encode()).hexdigest(),
+      feature_layers=() if draft is None else draft.feature_layers,
     )
 
   longest, length_reason = fit_to_attention(
@@ -443,8 +443,8 @@ def build_side(
       is_chosen=sizer.is_chosen,
       lowered="; ".join(reasons),
       is_random=options.random_weights,
-      draft_name="" if draft is None else draft.checkpoint.declared.name,
-      num_draft_parameters=0 if draft is None else draft.checkpoint.num_parameters,
+      draft_name="" if draft is None else draft.name,
+      num_draft_parameters=0 if draft is None else draft.num_parameters,
     )
   )
   report_fact(
@@ -498,7 +498,7 @@ def build_side(
   draft_spec = None
   if draft is not None:
     draft_spec = draft.make_spec(chosen, pool.num_blocks)
-    programs |= draft_programs(draft_spec, chosen, ladder.rungs(), config.num_proposals)
+    programs |= draft.make_programs(draft_spec, chosen, ladder.rungs(), config.num_proposals)
   report_fact(
     ProgramsFact(
       count=len(programs),
@@ -510,13 +510,14 @@ def build_side(
   )
   with Making(programs, make) as making:
     loaded, load_s = before or load()
-    draft_leaves = () if draft is None else tuple(jax.tree.leaves(draft.checkpoint.load().params))
+    leaves = tuple(jax.tree.leaves(loaded.params))
+    by_name = dict(zip(checkpoint.kept, leaves, strict=True))
+    draft_leaves = () if draft is None or draft_spec is None else draft.load_leaves(draft_spec, by_name)
     made = making.wait(progress)
   if stored is not None:
     stored.keep()
   report_fact(ProgramsMadeFact(count=len(programs), num_compiled=making.num_compiled))
-  leaves = tuple(jax.tree.leaves(loaded.params))
-  weights = dict(zip(checkpoint.kept, leaves, strict=True)).get("score.weight")
+  weights = by_name.get("score.weight")
   class_weights = None if weights is None else np.asarray(weights, np.float64)
   runner = ModelRunner(
     chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights, num_host_blocks, host_dir

@@ -1,32 +1,78 @@
-"""Opens the folder of a draft model and rejects one that does not fit the served model. May not load weights.
+"""Opens the folder of a draft model or an EAGLE-3 head, and rejects one that does not fit the served model.
 
 Both models must agree in what a token id means, since the draft model's tokens become inputs of the other.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from engine.device import kv_cache
-from engine.device.programs import ProgramSpec
+from engine.device.draft_programs import draft_programs
+from engine.device.eagle_folder import holds_eagle_head, open_eagle_head
+from engine.device.programs import Program, ProgramSpec
 from engine.device.weights import Checkpoint, open_checkpoint
 from engine.errors import ConfigError
+from engine.shapes import StepShape
 from models.config import ModelConfig
 from models.weight_form import PLAIN_MATRIX, WeightForm
 from pallas_kernels.paged_attention.api import implementation
 
-_DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo_draft"
+_MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
+_BUILT_IN = {"demo": _MODELS / "demo_draft", "demo_eagle": _MODELS / "demo_eagle"}
 _TOKENIZER = "tokenizer.json"
+
+
+class OpenDraft(Protocol):
+  """A checked folder of what proposes tokens beside a model, whose weights are not read yet.
+
+  Attributes:
+    name: for the log.
+    num_parameters: of its own.
+    kept: its own parameters by name, abstract.
+    block_bytes: bytes that a KV block adds to the served model's.
+    feature_layers: layers of the served model whose inputs its programs read; () for none.
+  """
+
+  @property
+  def name(self) -> str: ...
+  @property
+  def num_parameters(self) -> int: ...
+  @property
+  def kept(self) -> dict[str, jax.ShapeDtypeStruct]: ...
+  @property
+  def block_bytes(self) -> int: ...
+  @property
+  def feature_layers(self) -> tuple[int, ...]: ...
+
+  def check_length(self, max_model_len: int) -> None:
+    """Raises ConfigError if it cannot propose in sequences of this length."""
+    ...
+
+  def make_spec(self, target: ProgramSpec, num_blocks: int) -> ProgramSpec:
+    """Returns the spec of its programs beside those of `target`, with as many KV blocks."""
+    ...
+
+  def make_programs(
+    self, spec: ProgramSpec, target: ProgramSpec, rungs: Sequence[StepShape], num_proposals: int
+  ) -> dict[StepShape | str, Program]:
+    """Returns its programs, for rungs of the served model's steps. Args: spec: of make_spec."""
+    ...
+
+  def load_leaves(self, spec: ProgramSpec, served: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Reads its weights; returns the leaves of spec.params. Args: served: the served model's leaves by name."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftFolder:
-  """A checked folder of a draft model whose weights are not read yet.
+  """A checked folder of a draft model whose weights are not read yet; implements OpenDraft.
 
   Attributes:
     path: the folder.
@@ -37,6 +83,22 @@ class DraftFolder:
   path: str
   checkpoint: Checkpoint
   block_bytes: int
+  feature_layers: tuple[int, ...] = ()
+
+  @property
+  def name(self) -> str:
+    """The name in its checkpoint."""
+    return self.checkpoint.declared.name
+
+  @property
+  def num_parameters(self) -> int:
+    """See OpenDraft."""
+    return self.checkpoint.num_parameters
+
+  @property
+  def kept(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """See OpenDraft."""
+    return self.checkpoint.kept
 
   def check_length(self, max_model_len: int) -> None:
     """Raises ConfigError if the draft model has fewer positions than a sequence may have."""
@@ -63,6 +125,16 @@ class DraftFolder:
       embeds=False,
     )
 
+  def make_programs(
+    self, spec: ProgramSpec, target: ProgramSpec, rungs: Sequence[StepShape], num_proposals: int
+  ) -> dict[StepShape | str, Program]:
+    """See OpenDraft."""
+    return draft_programs(spec, target, rungs, num_proposals)
+
+  def load_leaves(self, spec: ProgramSpec, served: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """See OpenDraft; nothing is shared with the served model."""
+    return tuple(jax.tree.leaves(self.checkpoint.load().params))
+
 
 def open_draft(
   *,
@@ -76,11 +148,11 @@ def open_draft(
   block_size: int,
   attention: str,
   random_weights: bool,
-) -> DraftFolder:
-  """Opens and checks the folder of a draft model.
+) -> OpenDraft:
+  """Opens and checks the folder of a draft model, or of an EAGLE-3 head, as its config.json says.
 
   Args:
-    path: the folder; "demo": the draft model of the demo model.
+    path: the folder; "demo": the draft model of the demo model; "demo_eagle": its head.
     model_dir, model: folder and configuration of the served model.
     mesh, dtype, form: as in open_checkpoint; the mesh has one device.
     kv_dtype, block_size, attention: of the served model's KV.
@@ -99,7 +171,22 @@ def open_draft(
       f"draft_model={path:.200} does not go with attention={attention}: the host plans its work by lengths, which "
       "passes ahead change on the device; set --attention=portable, or leave out --draft_model"
     )
-  folder = str(_DEMO) if path == "demo" else path
+  folder = str(_BUILT_IN.get(path, path))
+  if holds_eagle_head(pathlib.Path(folder)):
+    if _read_tokens(folder) not in (None, _read_tokens(model_dir)):
+      raise ConfigError(_other_tokens(path))
+    return open_eagle_head(
+      path=path,
+      folder=pathlib.Path(folder),
+      model=model,
+      mesh=mesh,
+      dtype=dtype,
+      kv_dtype=kv_dtype,
+      form=form,
+      block_size=block_size,
+      attention=attention,
+      random_weights=random_weights,
+    )
   plain = dataclasses.replace(form, matrix=PLAIN_MATRIX, ordered=False)
   checkpoint = open_checkpoint(folder, mesh, dtype, plain, random_weights)
   config = checkpoint.declared.config
@@ -111,11 +198,15 @@ def open_draft(
       "--draft_model to a model with the same tokenizer"
     )
   if _read_tokens(folder) != _read_tokens(model_dir):
-    raise ConfigError(
-      f"draft_model={path:.200}: its {_TOKENIZER} has other tokens than the model's; set --draft_model to a model with "
-      "the same tokenizer"
-    )
+    raise ConfigError(_other_tokens(path))
   return DraftFolder(path, checkpoint, kv_cache.bytes_per_block(config, block_size, kv_dtype, attention))
+
+
+def _other_tokens(path: str) -> str:
+  return (
+    f"draft_model={path:.200}: its {_TOKENIZER} has other tokens than the model's; set --draft_model to a model with "
+    "the same tokenizer"
+  )
 
 
 def _read_tokens(folder: str) -> Any:

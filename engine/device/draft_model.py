@@ -1,7 +1,8 @@
-"""A draft model beside the model that is served: its weights and KV on the device. May call only compiled executables.
+"""A draft model or an EAGLE-3 head beside the model that is served: its weights and KV on the device.
 
-Its programs run after each step, in order of launch. Nothing that it computes changes an output: it proposes tokens,
-and the served model verifies them. So KV that it lacks, such as that of blocks from a host pool, costs acceptance only.
+May call only compiled executables. Its programs run after each step, in order of launch. Nothing that it computes
+changes an output: it proposes tokens, and the served model verifies them. So KV that it lacks, such as that of blocks
+from a host pool, costs acceptance only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ class DraftModel:
       spec: of the draft model.
       params: its leaves, as in spec.params.
       ladder: the ladder of the steps.
-      made: the executables of `draft_programs.draft_programs`.
+      made: the executables of `draft_programs.draft_programs` or `eagle_programs.head_programs`.
     """
     self._params = params
     self._fill = {shape: call_unchecked(made[fill_key(shape)]) for shape in ladder.rungs()}
@@ -67,16 +68,20 @@ class DraftModel:
       np.zeros(spec.last_tokens.shape, np.int32), mesh_lib.replicated(spec.mesh)
     )
 
-  def launch(self, batch: Batch, last_tokens: jax.Array, output: jax.Array, packed: Any) -> LaunchedDraft:
+  def launch(
+    self, batch: Batch, last_tokens: jax.Array, output: jax.Array, packed: Any, states: Sequence[jax.Array] = ()
+  ) -> LaunchedDraft:
     """Starts the program that follows a step, and returns at once.
 
     Args:
       batch: the step.
       last_tokens, output: results of programs.step.
       packed: its packed array, which must stay as it is until the program is done.
+      states: for a head, those of the step's layers, one array.
     """
     execute = (self._propose if batch.num_proposals else self._fill)[batch.shape]
     held = self.kv, self._last_tokens
-    *kv, self._last_tokens, found = execute(*self._params, *self.kv, self._last_tokens, last_tokens, output, packed)
+    arguments = self._last_tokens, last_tokens, output, packed, *states
+    *kv, self._last_tokens, found = execute(*self._params, *self.kv, *arguments)
     self.kv = tuple(kv)
     return LaunchedDraft(found, bool(batch.num_proposals), held)

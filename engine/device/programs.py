@@ -109,6 +109,7 @@ class ProgramSpec:
     max_lora_rank: rank of a slot.
     low_rank: name of the implementation (pallas_kernels.low_rank.api).
     weight_form: digest of models.weight_form.WeightForm, since `params` have only sizes.
+    feature_layers: numbers of layers whose inputs a step also returns, for an EAGLE-3 head.
   """
 
   mesh: Mesh
@@ -133,6 +134,7 @@ class ProgramSpec:
   max_lora_rank: int = 0
   low_rank: str = "reference"
   weight_form: str = ""
+  feature_layers: tuple[int, ...] = ()
 
   @property
   def platform(self) -> str:
@@ -183,6 +185,10 @@ class ProgramSpec:
   def whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Returns an abstract array that every device holds whole."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self.mesh))
+
+  def states(self, shape: StepShape) -> jax.ShapeDtypeStruct:
+    """Returns what a step of a rung returns of `feature_layers`, abstract."""
+    return self.whole((shape.tokens, len(self.feature_layers) * self.model.model_dim), self.dtype)
 
   @property
   def last_tokens(self) -> jax.ShapeDtypeStruct:
@@ -271,6 +277,7 @@ def step(
     - int32[3, L]: tokens, bad, bits of log probabilities
     - int32[2, L, sampler.num_alternatives(V)]: ids of the most likely tokens, bits of their log probabilities
     - with spec.embeds, f32[L, D]: hidden states after the final norm
+    - with spec.feature_layers, [T, n * D]: the inputs of these n layers side by side
   """
   inputs = take_back_rejected(unpack(layout, packed), last_tokens[1], spec.block_size)
   rows = inputs.sampling
@@ -292,11 +299,13 @@ def step(
     assert inputs.adapter_slots is not None, "the layout has no adapter slots"
     layers = jax.tree.unflatten(jax.tree.structure(spec.adapter_layers), adapters)
     of_layers = layer_adapters(spec.split.share, layers, inputs.adapter_slots, spec.low_rank)
-  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted, of_layers)
+  hidden, kv, states = decoder.hidden_and_features(
+    spec.feature_layers, tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted, of_layers
+  )
   hidden = hidden if some else hidden[inputs.logit_tokens]
   if not spec.model.has_token_head:
-    states = decoder.final_norm(hidden).astype(jnp.float32)
-    return kv, last_tokens, slot_state, (*sampler.report_states(states, spec.model.vocab_size), states)
+    final = decoder.final_norm(hidden).astype(jnp.float32)
+    return kv, last_tokens, slot_state, (*sampler.report_states(final, spec.model.vocab_size), final)
   logits = decoder.logits(hidden, inputs.num_logit_rows)
   if spec.deterministic:
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
@@ -321,6 +330,8 @@ def step(
   outputs = (output[:, :num_logits], top[:, :num_logits])
   if spec.embeds:
     outputs += (decoder.final_norm(hidden).astype(jnp.float32),)
+  if states:
+    outputs += (jnp.concatenate(states, axis=-1),)
   return kv, last_tokens, slot_state, outputs
 
 
@@ -385,6 +396,8 @@ def step_program(spec: ProgramSpec, shape: StepShape, with_adapters: bool = Fals
   )
   if spec.embeds:
     outputs += (spec.whole((shape.logits, spec.model.model_dim), jnp.float32),)
+  if spec.feature_layers:
+    outputs += (spec.states(shape),)
   arguments = (
     spec.params,
     spec.kv,

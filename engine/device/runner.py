@@ -267,6 +267,7 @@ class ModelRunner:
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
     self.draft: DraftModel | None = None
+    self._returns_states = int(bool(spec.feature_layers))  # arrays of a step that only the draft model reads
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights)
@@ -351,7 +352,8 @@ class ModelRunner:
     self.kv, self._last_tokens, self.slot_state, outputs = results
     draft = None
     if self.draft is not None:
-      draft = self.draft.launch(batch, self._last_tokens, outputs[0], packed.argument)
+      states, outputs = outputs[len(outputs) - self._returns_states :], outputs[: len(outputs) - self._returns_states]
+      draft = self.draft.launch(batch, self._last_tokens, outputs[0], packed.argument, states)
     embeds = self._packer.embedding_rows(batch)
 
     def give_back(donated: Any = donated) -> None:

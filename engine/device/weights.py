@@ -121,7 +121,7 @@ def open_checkpoint(
   check_model_folder(folder, needs_weights=not random_weights)
   is_orbax = orbax_folder.is_orbax_folder(folder) and not random_weights
   marker = orbax_folder.verify_orbax_folder(folder) if is_orbax else {}
-  raw = _read_json(folder / "config.json")
+  raw = read_json_object(folder / "config.json")
   if is_orbax and raw.get("quantization_config"):
     raise CheckpointError(
       f"{folder / 'config.json'}: quantization_config is not supported in a Sluice folder, whose weights are plain; "
@@ -141,7 +141,7 @@ def open_checkpoint(
   source: QuantizedSource | None = None
   stored: dict[str, StoredTensor] = {}
   if not is_orbax and not random_weights:
-    _verify_sums(folder)
+    verify_folder_sums(folder)
     if (gguf := find_gguf(folder)) is not None:
       refuse_outside(gguf)
       stored, source = open_gguf(gguf, config, tensors(config))
@@ -175,7 +175,7 @@ def open_checkpoint(
   whole = abstract(config, dtype)[1]
   plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(whole)}
   share = whole if split.share == config else abstract(split.share, dtype)[1]  # each takes a tenth of a second
-  wanted = _declared(mesh, share)
+  wanted = declare_leaves(mesh, share)
   by_share = form.packed  # each device's share is made of its part alone, not of the arrays on all devices
   try:
     graphdef, state = abstract(split.share, dtype, form)
@@ -183,7 +183,7 @@ def open_checkpoint(
   except UnsupportedForm as error:
     remedy = "--quantization_group_size or another --quantization" if source is None else "--matmul=xla"
     raise ConfigError(f"{folder}: {error}; set {remedy}") from error
-  kept = _declared(mesh, state)
+  kept = declare_leaves(mesh, state)
   given = frozenset() if source is None else source.reads
   on_host = form.is_made_on_host
   declared = LoadedModel(
@@ -274,7 +274,7 @@ def _bfloat16_matrices(stored: dict[str, StoredTensor], config: ModelConfig, for
   return frozenset(name for name in ("embed", "head") if stays(name))
 
 
-def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
+def declare_leaves(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the leaves of all devices together by name, with their shardings, in the tree's order."""
   return {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(spread_params(mesh, state))}
 
@@ -284,7 +284,8 @@ def parameter_name(key_path: tuple[Any, ...]) -> str:
   return stored_name(".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey)))
 
 
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
+def read_json_object(file: pathlib.Path) -> dict[str, Any]:
+  """Returns a folder's JSON file; raises CheckpointError if it is missing, elsewhere or no object."""
   try:
     if file.exists():
       refuse_outside(file)
@@ -325,7 +326,7 @@ def refuse_outside(file: pathlib.Path) -> None:
 def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
   file = folder / "generation_config.json"
   source = file if file.is_file() else folder / "config.json"
-  value = _read_json(file).get("eos_token_id") if file.is_file() else None
+  value = read_json_object(file).get("eos_token_id") if file.is_file() else None
   if value is None:
     source, value = folder / "config.json", raw.get("eos_token_id")
   ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -368,7 +369,8 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shar
   return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=sharding)
 
 
-def _verify_sums(folder: pathlib.Path) -> None:
+def verify_folder_sums(folder: pathlib.Path) -> None:
+  """Raises CheckpointError if a file differs from the folder's list of checksums, if there is one."""
   if (folder / SUMS).exists():
     for file, digest in read_sums(folder):
       verify_sum(folder, file, digest)
@@ -380,7 +382,7 @@ def _found_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], bool]
   A backbone that was saved without its head, such as an embedding model, has names without `model.`, also where
   config.json names a whole model.
   """
-  stored = _find_tensors(folder)
+  stored = find_tensors(folder)
   is_backbone = _EMBEDDING.removeprefix(_BACKBONE) in stored and _EMBEDDING not in stored
   if is_backbone:
     stored = {name if name in _HEADS else f"{_BACKBONE}{name}": tensor for name, tensor in stored.items()}
@@ -447,7 +449,7 @@ def _read_tensors(
 ) -> np.ndarray:
   """Returns a part of a parameter; calls `on_read` with the bytes of each part of a file."""
   leaf = plain[name]
-  return _assemble(tensors(config)[name], stored, leaf.shape, leaf.dtype, part, on_read)
+  return assemble_pieces(tensors(config)[name], stored, leaf.shape, leaf.dtype, part, on_read)
 
 
 def _part_of(array_of: Callable[[str], np.ndarray], name: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -473,16 +475,16 @@ def _map_safetensors(
       yield name, _mapped(pieces[0], stored)
     else:
       everything = (slice(None),) * len(leaf.shape)
-      yield name, _assemble(pieces, stored, leaf.shape, leaf.dtype, everything, on_read)
+      yield name, assemble_pieces(pieces, stored, leaf.shape, leaf.dtype, everything, on_read)
 
 
-def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
+def find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   """Returns every tensor of the safetensors files; prefers model.safetensors to an index, like transformers."""
   if (folder / SINGLE).exists():
     refuse_outside(folder / SINGLE)
     return read_header(folder / SINGLE)
   index = folder / INDEX
-  weight_map = _read_json(index).get("weight_map")
+  weight_map = read_json_object(index).get("weight_map")
   if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
     raise CheckpointError(f"{index}: weight_map must map tensor names to file names; copy the file again")
   stored: dict[str, StoredTensor] = {}
@@ -506,7 +508,7 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   return stored
 
 
-def _assemble(
+def assemble_pieces(
   pieces: tuple[Piece, ...],
   stored: dict[str, StoredTensor],
   shape: tuple[int, ...],

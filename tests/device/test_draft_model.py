@@ -1,16 +1,16 @@
 """The draft model on the device: its proposals are its own greedy continuation, and it writes to no foreign block."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
-import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.batch import Admission, Batch, StepResult
+from engine.batch import Admission, Batch
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.build import build_engine
@@ -25,6 +25,7 @@ from engine.shapes import ShapeLadder
 from models.registry import config_from_hf
 from models.weight_form import WeightForm
 from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
+from tests.device.proposal_checker import ProposalChecker
 from tests.device.tiny_model import MAX_LEN, TINY, dense_greedy, make_runner, random_params
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -62,54 +63,10 @@ def runner(draft_params) -> ModelRunner:
   return made
 
 
-class ProposalChecker:
-  """A Runner that wants proposals of random steps, and compares them with the draft model's own continuation."""
-
-  def __init__(self, runner: ModelRunner, draft_params, seed: int):
-    self._runner, self._draft_params, self._rng = runner, draft_params, random.Random(seed)
-    self._tokens: dict[int, list[int]] = {}
-    self._known: dict[tuple[int, ...], list[int]] = {}
-    self.num_checked = self.num_after_drafts = 0
-
-  def launch(self, batch: Batch):
-    wants = self._rng.random() < 0.15
-    launched = self._runner.launch(dataclasses.replace(batch, num_proposals=NUM_PROPOSALS * wants))
-    checker = self
-
-    class Checked:
-      def result(self) -> StepResult:
-        result = launched.result()
-        checker.check(batch, result, wants)
-        return result
-
-    return Checked()
-
-  def check(self, batch: Batch, result: StepResult, wants: bool) -> None:
-    for admission in batch.admissions:
-      self._tokens[admission.slot] = list(admission.token_ids)
-    assert set(result.proposals) == {row for row, samples in enumerate(batch.samples) if samples and wants}
-    for row, slot in enumerate(batch.slots):
-      if batch.samples[row]:
-        self._tokens[slot] += result.tokens_of(row)
-    for row, proposals in result.proposals.items():
-      known = self._tokens[batch.slots[row]]
-      count = min(NUM_PROPOSALS, MAX_LEN - len(known))
-      assert len(proposals) == NUM_PROPOSALS
-      if count > 0:
-        assert list(proposals[:count]) == self._continue(known, count)
-        self.num_checked += 1
-        self.num_after_drafts += bool(batch.num_drafts and batch.num_drafts[row])
-
-  def _continue(self, known: list[int], count: int) -> list[int]:
-    key = tuple(known)
-    if len(self._known.get(key, ())) < count:
-      self._known[key] = dense_greedy(self._draft_params, known, count)
-    return self._known[key][:count]
-
-
 def test_proposals_continue_the_known_tokens(runner, draft_params):
   """Chunks of prompts, decodes, right and wrong drafts, tokens in flight and lost slots leave no hole in its KV."""
-  checker, counts = ProposalChecker(runner, draft_params, 1), DraftCounts()
+  continue_tokens = functools.partial(dense_greedy, draft_params)
+  checker, counts = ProposalChecker(runner, continue_tokens, NUM_PROPOSALS, MAX_LEN, 1), DraftCounts()
   for seed in range(2):
     counts += serve_with_drafts(checker, limits_of(runner), seed, count=16)
   assert counts.accepted > 100 and counts.rejected > 50 and counts.in_flight > 20 and counts.preempted > 1, counts

@@ -24,7 +24,7 @@ def loaded(folder: str, **changes) -> None:
 
 @pytest.fixture
 def nothing_is_read(monkeypatch):
-  for name in ("_assemble", "_mapped", "_generate"):
+  for name in ("assemble_pieces", "_mapped", "_generate"):
     monkeypatch.setattr(weights, name, lambda *_: pytest.fail("weights were read"))
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.device.mesh import make_mesh
 from engine.device.safetensors_file import StoredTensor, read_header
-from engine.device.weights import _assemble, open_checkpoint, parameter_name
+from engine.device.weights import assemble_pieces, open_checkpoint, parameter_name
 from engine.errors import CheckpointError, ConfigError
 from models.families.tensor_map import Piece
 from models.weight_form import INT8, PLAIN, WeightForm
@@ -154,7 +154,7 @@ def test_a_parameter_of_pieces_along_two_axes(experts, pieces, dtype):
     (slice(1, 4), every, every, slice(5, 10)),
     (slice(3, 4), slice(0, 3), slice(1, 2), slice(2, 9)),
   ):
-    part = _assemble(pieces, stored, whole.shape, jnp.dtype(dtype), index)
+    part = assemble_pieces(pieces, stored, whole.shape, jnp.dtype(dtype), index)
     assert part.dtype == dtype and part.tobytes() == whole[index].tobytes()
 
 
@@ -165,9 +165,9 @@ def test_a_bad_expert_is_named_by_the_device_that_holds_it(experts, tmp_path):
   save_file({"experts.2.up": broken}, tmp_path / "broken.safetensors")
   stored |= read_header(tmp_path / "broken.safetensors")
   every, shape = slice(None), (4, 6, 2, 10)
-  _assemble(PIECES, stored, shape, np.dtype(np.float32), (slice(0, 2), every, every, every))
+  assemble_pieces(PIECES, stored, shape, np.dtype(np.float32), (slice(0, 2), every, every, every))
   with pytest.raises(CheckpointError, match=r"tensor experts\.2\.up holds NaN"):
-    _assemble(PIECES, stored, shape, np.dtype(np.float32), (slice(2, 4), every, every, every))
+    assemble_pieces(PIECES, stored, shape, np.dtype(np.float32), (slice(2, 4), every, every, every))
 
 
 def test_unknown_keys_of_config_json_are_told(hf):

@@ -57,14 +57,17 @@ def test_drafts_are_accepted_and_change_no_output(overlap: str):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("draft_model", ["demo", "demo_eagle"])
 @pytest.mark.parametrize(
   ("speculation", "overlap", "num_blocks"), [("draft", "false", 0), ("auto", "true", 0), ("draft", "true", 40)]
 )
-def test_drafts_of_a_model_change_no_output(speculation: str, overlap: str, num_blocks: int, monkeypatch):
+def test_drafts_of_a_model_change_no_output(
+  speculation: str, overlap: str, num_blocks: int, draft_model: str, monkeypatch
+):
   """Any of them, whether they pay or not; also in a pool that preempts."""
   monkeypatch.setattr("engine.scheduler.Speculation", RandomProposals)
   more = {"num_blocks": num_blocks}
-  compare_outputs(generate("none", overlap, **more), generate(speculation, overlap, draft_model="demo", **more))
+  compare_outputs(generate("none", overlap, **more), generate(speculation, overlap, draft_model=draft_model, **more))
 
 
 def compare_outputs(wanted: list[Completion], found: list[Completion]) -> None:

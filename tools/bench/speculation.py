@@ -10,7 +10,8 @@ drafts. `ceiling` is the expected tokens of a row in a step, if all its drafts w
 of most steps with speculation.
 
 With --draft_model, drafts also cost what a draft model of that shape costs: it runs with random weights and the
-vocabulary of the other model, and the oracle replaces its tokens.
+vocabulary of the other model, and the oracle replaces its tokens. With --draft_model=eagle that is an EAGLE-3 head of
+the model's shape.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from engine.speculation.model_drafter import MODEL, ModelDrafter
 from tools.arguments import CommandParser, positive_int
 from tools.make_random_model import find_bench_model
 
+EAGLE = "eagle"  # the value of --draft_model for a head
 _PROMPT_TOKENS = 16
 
 
@@ -90,11 +92,21 @@ class OracleModel(ModelDrafter):
 
 
 def write_draft_shape(folder: pathlib.Path, draft_model: str, model: pathlib.Path) -> str:
-  """Writes the config.json of a draft model with the vocabulary and length of `model`; returns its folder."""
-  raw, served = (
-    json.loads((path / "config.json").read_text("utf-8")) for path in (find_bench_model(draft_model)[0], model)
-  )
-  raw |= {key: served[key] for key in ("vocab_size", "max_position_embeddings")}
+  """Writes the config.json of a draft model with the vocabulary and length of `model`, or of a head.
+
+  A head has the width of `model`, and a quarter of its tokens, as published heads have. Returns the folder.
+  """
+  served = json.loads((model / "config.json").read_text("utf-8"))
+  if draft_model == EAGLE:
+    raw = served | {
+      "architectures": ["LlamaForCausalLMEagle3"],
+      "num_hidden_layers": 1,
+      "draft_vocab_size": served["vocab_size"] // 4,
+      "tie_word_embeddings": False,
+    }
+  else:
+    raw = json.loads((find_bench_model(draft_model)[0] / "config.json").read_text("utf-8"))
+    raw |= {key: served[key] for key in ("vocab_size", "max_position_embeddings")}
   (folder / "config.json").write_text(json.dumps(raw))
   return str(folder)
 
@@ -206,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--tokens", type=positive_int, default=96, help="tokens of each sequence")
   parser.add_argument("--turns", type=positive_int, default=10, help="turns of each engine, after one to warm up")
   parser.add_argument("--overlap", default="false", choices=("auto", "true", "false"), help="see the server's flag")
-  parser.add_argument("--draft_model", default="", help="a folder of models/shapes, or demo_draft; empty: no passes")
+  parser.add_argument(
+    "--draft_model", default="", help="a folder of models/shapes, demo_draft, or eagle; empty: no passes"
+  )
   parser.add_argument("--draft_step_limit", type=float, default=0.0, help="see the server's flag; 0: no limit")
   args = parser.parse_args(argv)
   if not 0 <= args.acceptance <= 1:

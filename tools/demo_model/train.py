@@ -100,7 +100,7 @@ def init_params(seed: int, config: dict[str, Any] = CONFIG) -> Params:
   return {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
 
 
-def _attend(declared: LayerAttention, qkv: jax.Array, cos: jax.Array, sin: jax.Array, cache: None, meta: None):
+def attend_causally(declared: LayerAttention, qkv: jax.Array, cos: jax.Array, sin: jax.Array, cache: None, meta: None):
   """Causal attention of whole rows: qkv [B, T, K, G + 2, H] -> [B, T, N, H], cache.
 
   Queries go in chunks, each against its past only: half the work, and no [T, T] mask.
@@ -159,7 +159,7 @@ def forward(params: Params, tokens: jax.Array, positions: jax.Array, model: Mode
     f32[B, T, D], before the last norm.
   """
   caches = (None,) * model.num_layers
-  return decoder(params, model).hidden(tokens, positions, caches, None, _attend)[0]
+  return decoder(params, model).hidden(tokens, positions, caches, None, attend_causally)[0]
 
 
 def logits(params: Params, hidden: jax.Array, model: ModelConfig = MODEL) -> jax.Array:
@@ -178,7 +178,7 @@ def loss_fn(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def _is_muon(name: str) -> bool:
-  return name.endswith("_proj.weight")
+  return name.endswith("_proj.weight") or name == "fc.weight"
 
 
 def _orthogonalize(g: jax.Array, steps: int = 5) -> jax.Array:

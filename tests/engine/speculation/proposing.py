@@ -6,7 +6,9 @@ import random
 from engine.batch import Batch, StepResult
 from engine.config import EngineConfig
 from engine.request import Request
+from engine.speculation.draft_costs import PlannedStep
 from engine.speculation.model_drafter import MODEL
+from engine.speculation.speculation import DraftCandidate
 from tests.engine.speculation.guessing import RandomChoice, guessing_config
 from tests.engine.world import World
 from tests.fakes import oracle
@@ -17,6 +19,21 @@ class RandomProposals(RandomChoice):
 
   def choose_proposals(self, batch: Batch, in_flight) -> int:
     return self._num_proposals if random.Random(~batch.step).random() < 0.5 else 0
+
+
+class AllProposals(RandomProposals):
+  """Proposals after each step, and as many drafts as a step holds, first rows first."""
+
+  def choose_proposals(self, batch: Batch, in_flight) -> int:
+    return self._num_proposals
+
+  def choose_counts(self, step: int, planned: PlannedStep, candidates: list[DraftCandidate]) -> list[int]:
+    left = planned.num_padding if planned.num_others else planned.most_drafts
+    counts = []
+    for candidate in candidates:
+      counts.append(min(left, len(candidate.tokens)))
+      left -= counts[-1]
+    return counts
 
 
 class _ProposedStep:

@@ -27,7 +27,13 @@ DRAFT = str(pathlib.Path(measure_draft.__file__).parents[2] / "models" / "demo_d
   ],
 )
 def test_a_step_takes_the_drafts_up_to_the_first_wrong_one(agrees: list[bool], steps: int):
-  assert count_steps(agrees) == steps
+  assert count_steps([agrees] * MAX_DRAFTS) == steps
+
+
+def test_a_later_draft_of_a_step_counts_as_one_after_the_heads_own_features():
+  right, wrong = [True] * 9, [False] * 9
+  assert count_steps([right, right, wrong, *[right] * (MAX_DRAFTS - 3)]) == 3
+  assert count_steps([wrong, *[right] * (MAX_DRAFTS - 1)]) == 9
 
 
 @pytest.mark.parametrize("kind", KINDS)
