@@ -54,6 +54,7 @@ def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
     "model": _digest(repr(spec.model)),
     "parameters": _digest(repr(shapes)),
     "dtype": spec.dtype.name,
+    "feature_layers": list(spec.feature_layers),
     "KV": ", ".join(f"{count} of {kind}" for kind, count in kinds.items()),
     "ladder": [dataclasses.astuple(shape) for shape in rungs],
     "compiler options": step_options(spec),

@@ -353,13 +353,13 @@ def test_submitting_from_another_step_keeps_slots_apart(runner, prompts, referen
 
 
 def test_the_last_layer_of_larger_rungs_computes_tokens_with_logits_alone(runner, monkeypatch: pytest.MonkeyPatch):
-  hidden, selects = Decoder.hidden, []
+  hidden, selects = Decoder.hidden_and_features, []
 
   def note(self, *arguments):
-    selects.append(arguments[6] is not None)
+    selects.append(arguments[7] is not None)
     return hidden(self, *arguments)
 
-  monkeypatch.setattr(Decoder, "hidden", note)
+  monkeypatch.setattr(Decoder, "hidden_and_features", note)
   for shape in (StepShape(8, 8, 8), StepShape(16, 16, 16), StepShape(16, 8, 8)):
     program = step_program(runner.spec, shape)
     jax.eval_shape(program.function, *program.arguments)
