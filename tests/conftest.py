@@ -52,7 +52,7 @@ def quick_compilation() -> Iterator[None]:
 def quick_steps() -> Iterator[None]:
   """For modules that compare no bits: engines, too, compile without LLVM's optimizations, in two thirds of the time."""
   with pytest.MonkeyPatch.context() as patch:
-    for module in ("programs", "draft_programs", "eagle_programs"):
+    for module in ("programs", "draft_programs"):
       patch.setattr(f"engine.device.{module}.step_options", lambda spec: None)
     jax.config.update("jax_disable_most_optimizations", True)
     yield

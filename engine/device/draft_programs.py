@@ -5,9 +5,10 @@ they are. After each step of the target, a program of the same rung reads the sa
 model's KV. Where proposals are wanted, it then runs the draft model one token a row at a time, each the likeliest one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 from flax import nnx
 import jax
@@ -160,6 +161,25 @@ def draft_programs(
     rungs: of the steps.
     num_proposals: tokens that a row gets.
   """
+  return make_following_programs(spec, target, rungs, num_proposals, fill, propose)
+
+
+def make_following_programs(
+  spec: ProgramSpec,
+  target: ProgramSpec,
+  rungs: Sequence[StepShape],
+  num_proposals: int,
+  fill: Callable[..., Any],
+  propose: Callable[..., Any],
+  reads_states: bool = False,
+) -> dict[StepShape | str, Program]:
+  """Returns the programs that follow a step of each rung, by key, and those of the KV buffers.
+
+  Args:
+    spec, target, rungs, num_proposals: as in draft_programs.
+    fill, propose: what they compute, as in this module.
+    reads_states: both take the states of the step's layers last.
+  """
   programs: dict[StepShape | str, Program] = {}
   for shape in reversed(rungs):
     layout = target.layout(shape)
@@ -170,6 +190,7 @@ def draft_programs(
       spec.last_tokens,
       spec.whole((3, shape.logits), jnp.int32),
       spec.whole((layout.size,), jnp.int32),
+      *((target.states(shape),) if reads_states else ()),
     )
     for key, function, size in (
       (propose_key(shape), functools.partial(propose, spec, layout, num_proposals), (num_proposals, shape.rows)),

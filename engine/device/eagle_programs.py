@@ -7,7 +7,6 @@ block's last known token. So chunks, rejected drafts, shared prefixes and preemp
 """
 
 from collections.abc import Sequence
-import functools
 from typing import NamedTuple
 
 from flax import nnx
@@ -16,9 +15,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from engine.device import kv_cache
-from engine.device.draft_programs import fill_key, find_next_tokens, map_slots, propose_key
+from engine.device.draft_programs import find_next_tokens, make_following_programs, map_slots
 from engine.device.model_input import ModelInput, StepLayout, take_back_rejected, unpack
-from engine.device.programs import Program, ProgramSpec, pool_programs, step_options
+from engine.device.programs import Program, ProgramSpec
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
 from models.eagle_head import EmbeddedHead
@@ -190,26 +189,4 @@ def head_programs(
 
   Args: as in draft_programs.draft_programs.
   """
-  programs: dict[StepShape | str, Program] = {}
-  for shape in reversed(rungs):
-    layout = target.layout(shape)
-    arguments = (
-      spec.params,
-      spec.kv,
-      spec.last_tokens,
-      spec.last_tokens,
-      spec.whole((3, shape.logits), jnp.int32),
-      spec.whole((layout.size,), jnp.int32),
-      target.states(shape),
-    )
-    for key, function, size in (
-      (
-        propose_key(shape),
-        functools.partial(propose_with_head, spec, layout, num_proposals),
-        (num_proposals, shape.rows),
-      ),
-      (fill_key(shape), functools.partial(fill_head, spec, layout), (1, 1)),
-    ):
-      results = spec.kv, spec.last_tokens, spec.whole(size, jnp.int32)
-      programs[key] = Program(key, function, arguments, results, (1, 2), step_options(spec))
-  return programs | pool_programs(spec)
+  return make_following_programs(spec, target, rungs, num_proposals, fill_head, propose_with_head, reads_states=True)
