@@ -1,7 +1,8 @@
 """Measures a layer's paged attention, and shows that its cost depends on the batch, not on the pool or the block table.
 
   python -m tools.bench.attention [--seconds=0.5]
-  python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--kv_dtype=int8] [--seconds=60]
+  python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--kv_dtype=int8] [--dtype=bfloat16]
+                                          [--seconds=60]
 
 The first command prints milliseconds a layer (best and median of several calls of a program of four layers) for the
 batches of pallas_kernels/paged_attention/arg_specs.py. It measures the C++ kernel with KV of float32 and of int8, in
@@ -13,7 +14,8 @@ The second command prints attention's share of a decode step, as a line of text 
 engine's own step program, warm and through its runner, in three forms that alternate. The first form has `context`
 positions a row. The second has one position a row, which leaves next to nothing to read. The third has no attention:
 the heads' outputs are the queries, and the program writes no KV. With --kv_dtype=int8 a fourth form is the first with
-int8 KV. Without --model, the command makes a random Llama of 125M parameters.
+int8 KV. --dtype is that of weights, activations and KV. Without --model, the command makes a random Llama of 125M
+parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -196,13 +198,20 @@ def without_attention(name: str) -> Iterator[str]:
 
 
 def build_step(
-  model_dir: str, rows: int, context: int, block_size: int, attention: str = "auto", kv_dtype: str = "auto"
+  model_dir: str,
+  rows: int,
+  context: int,
+  block_size: int,
+  attention: str = "auto",
+  kv_dtype: str = "auto",
+  dtype: str = "auto",
 ) -> Built:
   """Returns an engine with one rung, of `rows` tokens and rows, and a pool that holds them."""
   options = BuildOptions(
     model_dir=model_dir,
     attention=attention,
     kv_dtype=kv_dtype,
+    dtype=dtype,
     num_blocks=rows * -(-context // block_size),
     block_size=block_size,
     token_budgets=(rows,),
@@ -243,6 +252,7 @@ def share(
   seconds: float,
   attention: str = "auto",
   kv_dtype: str = "auto",
+  dtype: str = "auto",
 ) -> dict[str, Any]:
   """Measures attention's share of a step of `rows` decodes with `context` positions each.
 
@@ -254,18 +264,18 @@ def share(
     steps: the number of steps of each form. With a kv_dtype also its step_ms, and speedup: the ratio of both steps.
   """
   block_size = block_size or api.preferred_block_size(api.candidates(attention, jax.default_backend())[0])
-  real = build_step(model_dir, rows, context, block_size, attention)
+  real = build_step(model_dir, rows, context, block_size, attention, dtype=dtype)
   if context > real.config.max_model_len:
     raise ConfigError(f"context={context} exceeds the {real.config.max_model_len} positions of {real.model_name}")
   with without_attention(real.attention) as nothing:
-    without = build_step(model_dir, rows, context, block_size, nothing)
+    without = build_step(model_dir, rows, context, block_size, nothing, dtype=dtype)
   forms = {
     "step": (real, decodes(real, rows, context)),
     "short": (real, decodes(real, rows, 1)),
     "without": (without, decodes(without, rows, context)),
   }
   if kv_dtype != "auto":
-    other = build_step(model_dir, rows, context, block_size, attention, kv_dtype)
+    other = build_step(model_dir, rows, context, block_size, attention, kv_dtype, dtype)
     forms["other"] = other, decodes(other, rows, context)
   times: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
   for built, batch in forms.values():
@@ -288,6 +298,7 @@ def share(
   return about | {
     "model": real.model_name,
     "attention": real.attention,
+    "dtype": jnp.dtype(real.runner.spec.dtype).name,
     "rows": rows,
     "context": context,
     "block_size": block_size,
@@ -310,15 +321,16 @@ def print_share(args: Any) -> int:
       model_dir = str(pathlib.Path(folder) / "random-llama-125m")
       write_model(pathlib.Path(model_dir), read_shape("llama-125m"), seed=0)
     try:
-      found = share(model_dir, args.rows, args.context, args.block_size, args.seconds, kv_dtype=args.kv_dtype)
+      sizes = args.rows, args.context, args.block_size
+      found = share(model_dir, *sizes, args.seconds, kv_dtype=args.kv_dtype, dtype=args.dtype)
     except EngineError as error:
       print(error, file=sys.stderr)
       return 2
   print(
-    f"{found['model']}, {found['rows']} rows of {found['context']} in blocks of {found['block_size']}: a step takes "
-    f"{found['step_ms']} ms, attention {found['attention_ms']} of them, {100 * found['share']:.1f} % "
-    f"({100 * found['share_of_best']:.1f} % of the shortest, {100 * found['share_of_processor']:.1f} % of processor "
-    f"time); walking over the keys alone {found['walk_ms']} ms"
+    f"{found['model']}, {found['dtype']}, {found['rows']} rows of {found['context']} in blocks of "
+    f"{found['block_size']}: a step takes {found['step_ms']} ms, attention {found['attention_ms']} of them, "
+    f"{100 * found['share']:.1f} % ({100 * found['share_of_best']:.1f} % of the shortest, "
+    f"{100 * found['share_of_processor']:.1f} % of processor time); walking over the keys alone {found['walk_ms']} ms"
   )
   if args.kv_dtype != "auto":
     print(
@@ -346,6 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   parser.add_argument(
     "--kv_dtype", choices=("auto", "int8"), default="auto", help="for --share: also measure a step with this KV"
+  )
+  parser.add_argument(
+    "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="for --share: see the server's flag"
   )
   args = parser.parse_args(arguments)
   args.seconds = args.seconds or (60.0 if args.share else 0.5)

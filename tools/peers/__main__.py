@@ -10,7 +10,8 @@ are random, sampling is greedy, and lengths are forced: by default log-normal, p
 
 In f32 all tokens must be the same, but for ties. Each engine rounds int8 and int4 in its own way. The report then has
 the share of its tokens that transformers chooses in f32 after the same tokens, and how far the other tokens' logits
-are from the largest. Offline, all requests are there at the start. --online sends them with Poisson arrivals, at
+are from the largest. It also counts tokens that equal Sluice's, which matters where both read one file. With --unjudged
+transformers does not run. Offline, all requests are there at the start. --online sends them with Poisson arrivals, at
 --load of Sluice's offline rate from the same run. All engines are loaded, compiled and warmed up first. Rounds go
 through all engines, each starting with another one, and the idle engines are stopped. Figures are medians over rounds.
 """
@@ -103,7 +104,7 @@ def judged(
     differing = [request.id for request in requests[:NUM_JUDGED]]
   margins: dict[str, dict[int | str, list[float]]] = {name: {} for name in tokens}
   judge = None
-  if differing:
+  if differing and not args.unjudged:
     try:
       judge = start("transformers", folder, args, ["--judge_only"])
     except ConfigError as error:
@@ -121,7 +122,9 @@ def judged(
     finally:
       judge.close()
   if args.precision != "f32":
-    return {name: agreement.count_choices(these.values()) for name, these in margins.items()}
+    choices = {name: agreement.count_choices(these.values()) for name, these in margins.items()}
+    beside = {name: {"beside_sluice": one.beside_sluice()} for name, one in found.items() if name != "sluice"}
+    return {name: of | beside.get(name, {}) for name, of in choices.items()}
   return {name: one.judged(margins[name]) for name, one in found.items()}
 
 
@@ -145,6 +148,7 @@ def measure(
   prompt_tokens = sum(len(request.prompt) for request in requests)
   about: dict[str, Any] = {
     "num_requests": args.num_requests,
+    "max_requests": args.max_requests,
     "prompt_len": args.prompt_len,
     "output_len": args.output_len,
     "seed": args.seed,
@@ -180,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--online", action="store_true", help="send requests at their arrival times, without transformers"
   )
+  parser.add_argument("--unjudged", action="store_true", help="leave out transformers' judgment of tokens")
   parser.add_argument("--load", type=positive_float, default=0.6, help="with --online: share of Sluice's offline rate")
   parser.add_argument("--prompt_len", default=workload.PROMPT_LEN, help="distribution, such as uniform:500:900")
   parser.add_argument("--output_len", default=workload.OUTPUT_LEN, help="distribution")
@@ -218,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       "precision": args.precision,
       "mode": "online" if args.online else "offline",
       "workload": about,
+      "flags": args.flag,
       "engines": {
         name: {
           "figures": report.figures(rounds[name], online=args.online),

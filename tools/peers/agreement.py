@@ -21,12 +21,30 @@ class Agreement:
   Attributes:
     identical: requests with every token equal.
     differing: ids of the others.
-    agreeing_prefix: tokens before each request's first difference, over all tokens.
+    first_tokens: requests with an equal first token.
+    agreeing_tokens: tokens before each request's first difference, in sum.
+    num_tokens: all tokens.
   """
 
   identical: int
   differing: tuple[int | str, ...]
-  agreeing_prefix: float
+  first_tokens: int
+  agreeing_tokens: int
+  num_tokens: int
+
+  @property
+  def agreeing_prefix(self) -> float:
+    """The share of tokens before each request's first difference."""
+    return self.agreeing_tokens / self.num_tokens
+
+  def beside_sluice(self) -> dict[str, int]:
+    """Returns how many tokens of a peer of lower precision equal Sluice's; other tokens follow a first other one."""
+    return {
+      "requests": self.identical + len(self.differing),
+      "first_tokens": self.first_tokens,
+      "agreeing_tokens": self.agreeing_tokens,
+      "tokens": self.num_tokens,
+    }
 
   def judged(self, margins: Mapping[int | str, Sequence[float]]) -> dict[str, Any]:
     """Returns the verdict for the report; `margins` are those of every differing request.
@@ -63,8 +81,13 @@ def compare(reference: Mapping[int | str, Sequence[int]], tokens: Mapping[int | 
     pairs = enumerate(zip(expected, found, strict=True))
     prefixes[identity] = next((at for at, (one, other) in pairs if one != other), len(expected))
   differing = tuple(identity for identity, prefix in prefixes.items() if prefix < len(reference[identity]))
-  total = sum(map(len, reference.values()))
-  return Agreement(len(reference) - len(differing), differing, sum(prefixes.values()) / total)
+  return Agreement(
+    identical=len(reference) - len(differing),
+    differing=differing,
+    first_tokens=sum(prefix > 0 for prefix in prefixes.values()),
+    agreeing_tokens=sum(prefixes.values()),
+    num_tokens=sum(map(len, reference.values())),
+  )
 
 
 def count_choices(margins: Iterable[Sequence[float]]) -> dict[str, Any]:

@@ -36,7 +36,12 @@ def verdict(agreement: Mapping[str, Any]) -> str:
   """Describes an engine's tokens in a few words."""
   if "f32_choices" in agreement:
     share = agreement["f32_choices"]
-    return "not judged" if share is None else f"{share:.1%} as f32, {agreement['mean_margin']:.1e} below"
+    judged = "not judged" if share is None else f"{share:.1%} as f32, {agreement['mean_margin']:.1e} below"
+    beside = agreement.get("beside_sluice")
+    if beside is None:
+      return judged
+    counts = f"{beside['first_tokens']} of {beside['requests']} first ones as Sluice's"
+    return f"{judged}; {counts}, {beside['agreeing_tokens']} of {beside['tokens']} before another"
   if not agreement["differing_requests"]:
     return "identical"
   count = f"{len(agreement['differing_requests'])} differ"
@@ -75,13 +80,15 @@ def table(run: Mapping[str, Any]) -> str:
 
 
 def keep(path: str, run: dict[str, Any]) -> None:
-  """Writes a run to the file; replaces one of the same shape, precision, mode, lengths and engines."""
+  """Writes a run to the file; replaces one of the same shape, precision, mode, workload, flags and engines."""
   if not path:
     return
 
   def key(of: Mapping[str, Any]) -> tuple[Any, ...]:
-    lengths = [of.get("workload", {}).get(name) for name in ("prompt_len", "output_len")]
-    return of["shape"], of.get("precision", "f32"), of["mode"], *lengths, *sorted(of["engines"])
+    names = ("prompt_len", "output_len", "num_requests", "max_requests")
+    sizes = [of.get("workload", {}).get(name) for name in names]
+    flags = tuple(sorted(of.get("flags", ())))
+    return of["shape"], of.get("precision", "f32"), of["mode"], *sizes, flags, *sorted(of["engines"])
 
   file = pathlib.Path(path)
   runs = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []

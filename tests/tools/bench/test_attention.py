@@ -69,8 +69,8 @@ def test_the_step_without_attention_has_none_and_the_other_has(tiny, monkeypatch
   """Both are the engine's own step; what one holds less is the attention, and neither is taken for the other."""
   built, build_step = [], bench_attention.build_step
 
-  def keep(*arguments) -> Built:
-    built.append(build_step(*arguments))
+  def keep(*arguments, **named) -> Built:
+    built.append(build_step(*arguments, **named))
     return built[-1]
 
   monkeypatch.setattr(bench_attention, "build_step", keep)
@@ -87,6 +87,21 @@ def test_what_an_engine_takes_by_itself_is_what_is_measured(tiny) -> None:
   found = bench_attention.share(tiny, 2, 20, 0, 0.01, kv_dtype="int8")
   assert found["block_size"] == 16 and found["attention"] == bench_attention.implementations()[0][0]
   assert found["kv_dtype"] == "int8" and found["speedup"] > 0
+
+
+def test_a_step_of_another_dtype_has_kv_of_it(tiny, monkeypatch) -> None:
+  built, build_step = [], bench_attention.build_step
+
+  def keep(*arguments, **named) -> Built:
+    built.append(build_step(*arguments, **named))
+    return built[-1]
+
+  monkeypatch.setattr(bench_attention, "build_step", keep)
+  found = bench_attention.share(tiny, 2, 20, 16, 0.01, kv_dtype="int8", dtype="bfloat16")
+  assert found["dtype"] == "bfloat16"
+  assert [each.runner.spec.dtype for each in built] == ["bfloat16"] * 3
+  kv = [{leaf.dtype.name for leaf in jax.tree.leaves(each.runner.spec.kv)} for each in built]
+  assert kv == [{"bfloat16"}, {"bfloat16"}, {"int8"}]
 
 
 def test_rows_lie_anywhere_and_nowhere_twice(tiny) -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from engine.errors import ConfigError
 from tests.tools.conftest import run_module
+from tools.peers import __main__ as peers
 from tools.peers import agreement, face, report, run_openvino, write_gguf
 from tools.peers.process import PeerProcess, read_outcomes
+from tools.report.latency import Outcome
 from tools.workload import WorkRequest, write_requests
 
 # A peer in ten lines: it echoes the prompt's last token, and says on standard output what is no answer.
@@ -42,6 +44,7 @@ def test_a_difference_is_allowed_at_ties_only():
   found = agreement.compare({1: [5, 6, 7], 2: [1, 2, 3, 4], 3: [9]}, {1: [5, 6, 7], 2: [1, 0, 3, 4], 3: [9]})
   assert found.differing == (2,)
   assert found.agreeing_prefix == pytest.approx((3 + 1 + 1) / 8)
+  assert found.beside_sluice() == {"requests": 3, "first_tokens": 3, "agreeing_tokens": 5, "tokens": 8}
   assert found.judged({})["same_tokens"] is None
   tie = found.judged({2: [0.0, agreement.TIE, 0.0, 0.0]})
   assert (tie["same_tokens"], tie["beyond_ties"], tie["worst_margin"]) == (True, 0, agreement.TIE)
@@ -55,6 +58,37 @@ def test_a_lower_precision_is_measured_by_what_f32_would_choose():
   assert (found["f32_choices"], found["mean_margin"]) == (0.5, pytest.approx((agreement.TIE + 2.0) / 4, abs=1e-5))
   assert report.verdict(found) == "50.0% as f32, 5.0e-01 below"
   assert report.verdict(agreement.count_choices([])) == "not judged"
+
+
+def test_a_lower_precision_is_also_compared_with_sluice():
+  found = agreement.compare({1: [5, 6, 7], 2: [1, 2], 3: [9]}, {1: [5, 6, 8], 2: [3, 2], 3: [9]})
+  beside = {"beside_sluice": found.beside_sluice()}
+  words = "2 of 3 first ones as Sluice's, 3 of 6 before another"
+  assert report.verdict(agreement.count_choices([]) | beside) == f"not judged; {words}"
+  assert report.verdict(agreement.count_choices([[0.0]]) | beside) == f"100.0% as f32, 0.0e+00 below; {words}"
+
+
+@pytest.mark.parametrize(("unjudged", "share"), [(False, 0.5), (True, None)])
+def test_the_judge_reads_tokens_unless_it_is_left_out(tmp_path, monkeypatch, unjudged, share):
+  class StandInJudge:
+    """It prefers even tokens."""
+
+    def order(self, value, timeout_s):
+      rows = map(json.loads, pathlib.Path(value["judge"]).read_text("utf-8").splitlines())
+      lines = [{"id": row["id"], "margins": [float(token % 2) for token in row["tokens"]]} for row in rows]
+      pathlib.Path(value["output"]).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+    def close(self):
+      pass
+
+  monkeypatch.setattr(peers, "start", lambda *_: StandInJudge())
+  tokens = {"sluice": (2, 3), "openvino": (2, 5)}
+  outcomes = {name: [Outcome("a", 2, 0.0, 0.0, (), these)] for name, these in tokens.items()}
+  args = types.SimpleNamespace(precision="int8", unjudged=unjudged)
+  found = peers.judged(outcomes, [WorkRequest("a", 0.0, (1,), 2)], tmp_path, args)
+  assert found["sluice"] == {"f32_choices": share, "mean_margin": share}
+  assert found["openvino"]["f32_choices"] == share
+  assert found["openvino"]["beside_sluice"]["agreeing_tokens"] == 1
 
 
 @pytest.mark.parametrize("tokens", [{1: [5]}, {1: [5, 6, 7]}, {}])
@@ -275,6 +309,16 @@ def test_a_run_replaces_its_like_in_the_file(tmp_path):
     ("llama-125m", 100.0),
     ("llama-15m", 250.0),
   ]
+
+
+def test_runs_of_other_sizes_or_flags_stay_in_the_file(tmp_path):
+  path = tmp_path / "peers.json"
+  one = a_run("llama-15m", 200.0) | {"workload": {"num_requests": 64, "max_requests": 64}, "flags": []}
+  few = one | {"workload": {"num_requests": 64, "max_requests": 8}}
+  other = few | {"flags": ["llama_cpp:--type=Q4_K_M"]}
+  for run in (one, few, other, few):
+    report.keep(str(path), run)
+  assert json.loads(path.read_text("utf-8"))["runs"] == [one, other, few]
 
 
 def test_a_shape_that_peers_cannot_take_is_one_line(tmp_path):
