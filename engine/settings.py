@@ -308,7 +308,7 @@ class DeviceSettings:
   draft_model: str = setting(
     "",
     "Folder of a small model with the same tokenizer, or of the model's EAGLE-3 head, whose proposals "
-    "--speculation=draft or auto verifies; demo, demo_eagle: those of the demo model. On one CPU; not with "
+    "--speculation=draft or auto verifies; demo, demo_eagle: those of the demo model. On one device; not with "
     "--enable_lora, --executable_bundle, --batching=disaggregated, --role, --num_hosts or --fake_device.",
     group=_MODEL,
   )

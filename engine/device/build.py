@@ -42,6 +42,7 @@ from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
 from engine.device.pooling import choose_pooling
 from engine.device.programs import Program, ProgramSpec, adapter_shardings, all_programs, step_program
 from engine.device.runner import Making, ModelRunner, Progress
+from engine.device.served_model import ServedModel
 from engine.device.stored_programs import open_stored_programs
 from engine.device.weights import LoadedModel, open_checkpoint
 from engine.engine import Emit, Engine
@@ -63,7 +64,13 @@ _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")  # JAX's package
 
 
 class ExecutableSource(Protocol):
-  """A source of compiled executables. The build calls its methods in their order here."""
+  """A source of compiled executables. The build calls its methods in their order here.
+
+  Attributes:
+    has_draft_programs: it also has those of a draft model or an EAGLE-3 head.
+  """
+
+  has_draft_programs: bool
 
   def choose_pool(
     self,
@@ -323,23 +330,23 @@ def build_side(
   )
   draft: OpenDraft | None = None
   if options.draft_model:
-    if source is not None:
+    if source is not None and not source.has_draft_programs:
       raise ConfigError(
         f"draft_model={options.draft_model:.200}: a bundle has no programs of a draft model; serve without "
         "--executable_bundle or without --draft_model"
       )
-    draft = open_draft(
-      path=options.draft_model,
-      model_dir=options.model_dir,
-      model=model,
+    served = ServedModel(
+      folder=options.model_dir,
+      config=model,
       mesh=mesh,
       dtype=dtype,
-      kv_dtype=kv_dtype,
       form=form,
+      kv_dtype=kv_dtype,
       block_size=block_size,
       attention=attention,
       random_weights=options.random_weights,
     )
+    draft = open_draft(options.draft_model, served)
     draft.check_length(wanted_len)
   computes_padding = matmul != "packed"  # packed kernels skip padding
   one_size = options.deterministic and deterministic.needs_one_size(attention, matmul)

@@ -10,19 +10,16 @@ import pathlib
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from engine.device import kv_cache
-from engine.device.draft_programs import draft_programs
+from engine.device.draft_programs import choose_draft_attention, draft_programs, make_following_spec
 from engine.device.eagle_folder import holds_eagle_head, open_eagle_head
 from engine.device.programs import Program, ProgramSpec
+from engine.device.served_model import ServedModel
 from engine.device.weights import Checkpoint, open_checkpoint
 from engine.errors import ConfigError
 from engine.shapes import StepShape
-from models.config import ModelConfig
-from models.weight_form import PLAIN_MATRIX, WeightForm
-from pallas_kernels.paged_attention.api import implementation
+from models.weight_form import PLAIN_MATRIX
 
 _MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
 _BUILT_IN = {"demo": _MODELS / "demo_draft", "demo_eagle": _MODELS / "demo_eagle"}
@@ -77,11 +74,13 @@ class DraftFolder:
   Attributes:
     path: the folder.
     checkpoint: its weights.
+    attention: the implementation of its attention.
     block_bytes: bytes of one KV block over all layers.
   """
 
   path: str
   checkpoint: Checkpoint
+  attention: str
   block_bytes: int
   feature_layers: tuple[int, ...] = ()
 
@@ -113,16 +112,14 @@ class DraftFolder:
     """Returns the spec of the draft model's programs beside those of `target`, with as many KV blocks."""
     declared = self.checkpoint.declared
     leaves, tree = jax.tree.flatten(declared.params)
-    dtype = target.kv[0].dtype
-    return dataclasses.replace(
+    return make_following_spec(
       target,
       model=declared.config,
       graphdef=declared.graphdef,
       params_tree=tree,
       params=tuple(leaves),
-      kv=kv_cache.abstract(target.mesh, declared.config, num_blocks, target.block_size, dtype, target.attention),
-      deterministic=False,  # the served model decides each token
-      embeds=False,
+      num_blocks=num_blocks,
+      attention=self.attention,
     )
 
   def make_programs(
@@ -136,70 +133,39 @@ class DraftFolder:
     return tuple(jax.tree.leaves(self.checkpoint.load().params))
 
 
-def open_draft(
-  *,
-  path: str,
-  model_dir: str,
-  model: ModelConfig,
-  mesh: Mesh,
-  dtype: jnp.dtype,
-  kv_dtype: jnp.dtype,
-  form: WeightForm,
-  block_size: int,
-  attention: str,
-  random_weights: bool,
-) -> OpenDraft:
+def open_draft(path: str, served: ServedModel) -> OpenDraft:
   """Opens and checks the folder of a draft model, or of an EAGLE-3 head, as its config.json says.
 
-  Args:
-    path: the folder; "demo": the draft model of the demo model; "demo_eagle": its head.
-    model_dir, model: folder and configuration of the served model.
-    mesh, dtype, form: as in open_checkpoint; the mesh has one device.
-    kv_dtype, block_size, attention: of the served model's KV.
-    random_weights: as in open_checkpoint.
+  Args: path: the folder; "demo": the draft model of the demo model; "demo_eagle": its head.
 
   Raises:
     CheckpointError: the folder is no model.
     ConfigError: its model has no head of tokens, or another vocabulary, or the device cannot run it.
   """
-  if mesh.size > 1:
+  if served.mesh.size > 1:
     raise ConfigError(
-      f"draft_model={path:.200} needs one device, and the model is on {mesh.size}; leave out --draft_model"
-    )
-  if hasattr(implementation(attention), "make_plan"):
-    raise ConfigError(
-      f"draft_model={path:.200} does not go with attention={attention}: the host plans its work by lengths, which "
-      "passes ahead change on the device; set --attention=portable, or leave out --draft_model"
+      f"draft_model={path:.200} needs one device, and the model is on {served.mesh.size}; leave out --draft_model"
     )
   folder = str(_BUILT_IN.get(path, path))
   if holds_eagle_head(pathlib.Path(folder)):
-    if _read_tokens(folder) not in (None, _read_tokens(model_dir)):
+    if _read_tokens(folder) not in (None, _read_tokens(served.folder)):
       raise ConfigError(_other_tokens(path))
-    return open_eagle_head(
-      path=path,
-      folder=pathlib.Path(folder),
-      model=model,
-      mesh=mesh,
-      dtype=dtype,
-      kv_dtype=kv_dtype,
-      form=form,
-      block_size=block_size,
-      attention=attention,
-      random_weights=random_weights,
-    )
-  plain = dataclasses.replace(form, matrix=PLAIN_MATRIX, ordered=False)
-  checkpoint = open_checkpoint(folder, mesh, dtype, plain, random_weights)
-  config = checkpoint.declared.config
-  if not (config.has_token_head and model.has_token_head):
+    return open_eagle_head(path, pathlib.Path(folder), served)
+  form = dataclasses.replace(served.form, matrix=PLAIN_MATRIX, ordered=False)
+  checkpoint = open_checkpoint(folder, served.mesh, served.dtype, form, served.random_weights)
+  config, vocab_size = checkpoint.declared.config, served.config.vocab_size
+  if not (config.has_token_head and served.config.has_token_head):
     raise ConfigError(f"draft_model={path:.200}: drafts need two models with a head of tokens; leave out --draft_model")
-  if config.vocab_size != model.vocab_size:
+  if config.vocab_size != vocab_size:
     raise ConfigError(
-      f"draft_model={path:.200} has vocab_size={config.vocab_size}, but the model's is {model.vocab_size}; set "
+      f"draft_model={path:.200} has vocab_size={config.vocab_size}, but the model's is {vocab_size}; set "
       "--draft_model to a model with the same tokenizer"
     )
-  if _read_tokens(folder) != _read_tokens(model_dir):
+  if _read_tokens(folder) != _read_tokens(served.folder):
     raise ConfigError(_other_tokens(path))
-  return DraftFolder(path, checkpoint, kv_cache.bytes_per_block(config, block_size, kv_dtype, attention))
+  attention = choose_draft_attention(served.attention)
+  block_bytes = kv_cache.bytes_per_block(config, served.block_size, served.kv_dtype, attention)
+  return DraftFolder(path, checkpoint, attention, block_bytes)
 
 
 def _other_tokens(path: str) -> str:

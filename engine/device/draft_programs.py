@@ -20,8 +20,10 @@ from engine.device.programs import Program, ProgramSpec, pool_programs, step_opt
 from engine.device.sampler import Sampled
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
+from models.config import ModelConfig
 from models.decoder import Decoder
 from pallas_kernels.argmax.api import argmax
+from pallas_kernels.paged_attention.api import implementation
 
 
 def _decoder(spec: ProgramSpec, params: tuple[jax.Array, ...]) -> Decoder:
@@ -78,6 +80,31 @@ def map_slots(
   return jnp.where(inside, blocks * block_size + offsets, 0), inside
 
 
+class PassesAhead:
+  """The rows of passes behind a step, of one token each.
+
+  Attributes:
+    groups: the attention of each group of layers.
+    num_rows: int32[1], rows in use.
+  """
+
+  def __init__(self, spec: ProgramSpec, layout: StepLayout, inputs: ModelInput):
+    """Args: spec: of what proposes. inputs: of the step."""
+    rows = layout.shape.rows
+    self.groups = spec.attention_groups(StepShape(rows, rows, rows))
+    self.num_rows = jnp.sum(inputs.kv_lens > 0, dtype=jnp.int32)[None]
+    line = jnp.arange(rows + 1, dtype=jnp.int32)
+    self._starts, self._is_used = jnp.minimum(line, self.num_rows), line[:-1] < self.num_rows
+    self._block_tables, self._block_size = inputs.block_tables, spec.block_size
+
+  def make_meta(self, positions: jax.Array, is_live: jax.Array) -> AttentionMeta:
+    """Returns the attention of a pass. Args: positions, is_live: of each row, as find_next_tokens returns them."""
+    slots, inside = map_slots(self._block_tables, positions, is_live, self._block_size)
+    kv_lens = jnp.where(self._is_used, jnp.where(inside, positions + 1, 1), 0)
+    rows = self._block_tables, kv_lens, self._starts
+    return AttentionMeta(tuple(attention.meta(*rows) for _, attention in self.groups), slots)
+
+
 def fill(
   spec: ProgramSpec,
   layout: StepLayout,
@@ -122,19 +149,13 @@ def propose(
   """
   inputs, decoder = take_back_rejected(unpack(layout, packed), before[1], spec.block_size), _decoder(spec, params)
   kv = _fill_kv(spec, layout.shape, decoder, kv, before, inputs)
-  num_rows = layout.shape.rows
-  groups = spec.attention_groups(StepShape(num_rows, num_rows, num_rows))
-  used = jnp.sum(inputs.kv_lens > 0, dtype=jnp.int32)[None]
-  line = jnp.arange(num_rows + 1, dtype=jnp.int32)
-  starts, is_used = jnp.minimum(line, used), line[:-1] < used
+  passes = PassesAhead(spec, layout, inputs)
   tokens, positions, is_live = find_next_tokens(layout, inputs, output)
   found = []
   for _ in range(num_proposals):  # a loop on the device would copy the KV
-    slots, inside = map_slots(inputs.block_tables, positions, is_live, spec.block_size)
-    kv_lens = jnp.where(is_used, jnp.where(inside, positions + 1, 1), 0)
-    ragged = tuple(attention.meta(inputs.block_tables, kv_lens, starts) for _, attention in groups)
-    hidden, kv = decoder.hidden(tokens, positions, kv, AttentionMeta(ragged, slots), paged_attend(groups), used)
-    tokens, _ = argmax(decoder.logits(hidden, used), used, spec.argmax)
+    meta = passes.make_meta(positions, is_live)
+    hidden, kv = decoder.hidden(tokens, positions, kv, meta, paged_attend(passes.groups), passes.num_rows)
+    tokens, _ = argmax(decoder.logits(hidden, passes.num_rows), passes.num_rows, spec.argmax)
     positions = positions + 1
     found.append(tokens)
   return kv, after, jnp.stack(found)
@@ -148,6 +169,44 @@ def fill_key(shape: StepShape) -> str:
 def propose_key(shape: StepShape) -> str:
   """Returns the key of the program of a rung that also proposes."""
   return "-".join(map(str, ("draft-propose", *dataclasses.astuple(shape))))
+
+
+def choose_draft_attention(attention: str) -> str:
+  """Returns the implementation of attention beside the served model's.
+
+  It is the same one, unless the host plans its work by the lengths of rows, which passes ahead change on the device.
+  """
+  return "portable" if hasattr(implementation(attention), "make_plan") else attention
+
+
+def make_following_spec(
+  target: ProgramSpec,
+  *,
+  model: ModelConfig,
+  graphdef: nnx.GraphDef,
+  params_tree: Any,
+  params: tuple[jax.ShapeDtypeStruct, ...],
+  num_blocks: int,
+  attention: str,
+) -> ProgramSpec:
+  """Returns the spec of programs that follow the steps of `target`, with KV of their own in blocks of the same ids.
+
+  Args:
+    model, graphdef, params_tree, params, attention: as in ProgramSpec, of what proposes tokens.
+    num_blocks: as many as the served model has.
+  """
+  return dataclasses.replace(
+    target,
+    model=model,
+    graphdef=graphdef,
+    params_tree=params_tree,
+    params=params,
+    kv=kv_cache.abstract(target.mesh, model, num_blocks, target.block_size, target.kv[0].dtype, attention),
+    attention=attention,
+    deterministic=False,  # the served model decides each token
+    embeds=False,
+    feature_layers=(),
+  )
 
 
 def draft_programs(

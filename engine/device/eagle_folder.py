@@ -12,14 +12,15 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 
 from engine.device import kv_cache
+from engine.device.draft_programs import choose_draft_attention, make_following_spec
 from engine.device.eagle_programs import head_programs
 from engine.device.mesh import place_array
 from engine.device.programs import Program, ProgramSpec
 from engine.device.safetensors_file import StoredTensor
+from engine.device.served_model import ServedModel
 from engine.device.weights import (
   assemble_pieces,
   declare_leaves,
@@ -31,7 +32,6 @@ from engine.device.weights import (
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import CONFIG, check_model_folder, name_of_model
 from engine.shapes import StepShape
-from models.config import ModelConfig
 from models.eagle_head import (
   EagleConfig,
   EmbeddedHead,
@@ -62,6 +62,7 @@ class EagleFolder:
     kept: its parameters by name, abstract; without the served model's embedding.
     stored: its tensors by canonical name; {} for random weights.
     target_ids: int32[V'], the served model's id of each token that the head may propose.
+    attention: the implementation of its attention.
     block_bytes: bytes of one KV block and of the feature that goes with it.
   """
 
@@ -73,6 +74,7 @@ class EagleFolder:
   kept: dict[str, jax.ShapeDtypeStruct]
   stored: dict[str, StoredTensor]
   target_ids: np.ndarray
+  attention: str
   block_bytes: int
 
   @property
@@ -103,19 +105,18 @@ class EagleFolder:
     graphdef, state = nnx.split(EmbeddedHead(declared.head, declared.embed or served.embed))
     placed = declare_leaves(target.mesh, nnx.split(declared)[1])
     leaves, tree = jax.tree.flatten_with_path(state)
-    size, dtype = self.config.model.model_dim, target.kv[0].dtype
-    pools = kv_cache.abstract(target.mesh, self.config.model, num_blocks, target.block_size, dtype, target.attention)
-    return dataclasses.replace(
+    params: tuple[Any, ...] = tuple(placed.get(parameter_name(path), leaf) for path, leaf in leaves)
+    spec = make_following_spec(
       target,
       model=self.config.model,
       graphdef=graphdef,
       params_tree=tree,
-      params=tuple(placed.get(parameter_name(path), leaf) for path, leaf in leaves),
-      kv=(*pools, target.whole((num_blocks + 1, size), self.dtype)),
-      deterministic=False,  # the served model decides each token
-      embeds=False,
-      feature_layers=(),
+      params=params,
+      num_blocks=num_blocks,
+      attention=self.attention,
     )
+    features = target.whole((num_blocks + 1, self.config.model.model_dim), self.dtype)
+    return dataclasses.replace(spec, kv=(*spec.kv, features))
 
   def make_programs(
     self, spec: ProgramSpec, target: ProgramSpec, rungs: Sequence[StepShape], num_proposals: int
@@ -165,56 +166,47 @@ def holds_eagle_head(folder: pathlib.Path) -> bool:
   return is_eagle_config(read_json_object(folder / CONFIG))
 
 
-def open_eagle_head(
-  *,
-  path: str,
-  folder: pathlib.Path,
-  model: ModelConfig,
-  mesh: Mesh,
-  dtype: jnp.dtype,
-  kv_dtype: jnp.dtype,
-  form: WeightForm,
-  block_size: int,
-  attention: str,
-  random_weights: bool,
-) -> EagleFolder:
+def open_eagle_head(path: str, folder: pathlib.Path, served: ServedModel) -> EagleFolder:
   """Opens and checks the folder of a head.
 
-  Args: as in engine.device.draft_folder.open_draft; folder: that of `path`.
+  Args: path: as in engine.device.draft_folder.open_draft. folder: what it means.
 
   Raises:
     CheckpointError: the folder is no head that Sluice computes, or one of another model.
     ConfigError: the served model has no head of tokens, or a matrix cannot have the form.
   """
-  if not model.has_token_head:
+  if not served.config.has_token_head:
     raise ConfigError(f"draft_model={path:.200}: drafts need a model with a head of tokens; leave out --draft_model")
-  check_model_folder(folder, needs_weights=not random_weights)
-  if not random_weights:
+  check_model_folder(folder, needs_weights=not served.random_weights)
+  if not served.random_weights:
     verify_folder_sums(folder)
-  stored = {} if random_weights else {canonical_name(name): each for name, each in find_tensors(folder).items()}
+  found = {} if served.random_weights else find_tensors(folder)
+  stored = {canonical_name(name): each for name, each in found.items()}
   try:
-    config = read_eagle_config(read_json_object(folder / CONFIG), model, _EMBEDDING in stored)
+    config = read_eagle_config(read_json_object(folder / CONFIG), served.config, _EMBEDDING in stored)
   except ValueError as error:
     raise CheckpointError(f"{folder / CONFIG}: {error}") from error
   if stored:
     _check_head_tensors(folder, stored, config)
   target_ids = _read_target_ids(folder, stored, config)
-  form = dataclasses.replace(form, matrix=PLAIN_MATRIX, ordered=False)
+  form = dataclasses.replace(served.form, matrix=PLAIN_MATRIX, ordered=False)
   try:
-    declared = declare_head(config, dtype, form)
+    declared = declare_head(config, served.dtype, form)
   except UnsupportedForm as error:
     raise ConfigError(f"{folder}: {error}; set --matmul=xla") from error
-  block_bytes = kv_cache.bytes_per_block(config.model, block_size, kv_dtype, attention)
+  attention = choose_draft_attention(served.attention)
+  block_bytes = kv_cache.bytes_per_block(config.model, served.block_size, served.kv_dtype, attention)
   return EagleFolder(
     path=path,
     folder=folder,
     config=config,
-    dtype=dtype,
+    dtype=served.dtype,
     form=form,
-    kept=declare_leaves(mesh, nnx.split(declared)[1]),
+    kept=declare_leaves(served.mesh, nnx.split(declared)[1]),
     stored=stored,
     target_ids=target_ids,
-    block_bytes=block_bytes + config.model.model_dim * dtype.itemsize,
+    attention=attention,
+    block_bytes=block_bytes + config.model.model_dim * served.dtype.itemsize,
   )
 
 

@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from engine.device import kv_cache
-from engine.device.draft_programs import find_next_tokens, make_following_programs, map_slots
+from engine.device.draft_programs import PassesAhead, find_next_tokens, make_following_programs
 from engine.device.model_input import ModelInput, StepLayout, take_back_rejected, unpack
 from engine.device.programs import Program, ProgramSpec
 from engine.shapes import StepShape
@@ -158,24 +158,17 @@ def propose_with_head(
   inputs, model = take_back_rejected(unpack(layout, packed), before[1], spec.block_size), _merge_head(spec, params)
   following = _NextTokens(*find_next_tokens(layout, inputs, output))
   pool, stored = _fill_head(spec, layout, model, kv, before, inputs, states, following)
-  head, num_rows = model.head, layout.shape.rows
-  groups = spec.attention_groups(StepShape(num_rows, num_rows, num_rows))
-  used = jnp.sum(inputs.kv_lens > 0, dtype=jnp.int32)[None]
-  line = jnp.arange(num_rows + 1, dtype=jnp.int32)
-  starts, is_used = jnp.minimum(line, used), line[:-1] < used
+  head, passes = model.head, PassesAhead(spec, layout, inputs)
   tokens, positions, is_live = following
   pages = jnp.maximum(positions - 1, 0) // spec.block_size
   features = stored[jnp.take_along_axis(inputs.block_tables, pages[:, None], axis=1)[:, 0]]
   found = []
   for _ in range(num_proposals):  # a loop on the device would copy the KV
-    slots, inside = map_slots(inputs.block_tables, positions, is_live, spec.block_size)
-    kv_lens = jnp.where(is_used, jnp.where(inside, positions + 1, 1), 0)
-    ragged = tuple(attention.meta(inputs.block_tables, kv_lens, starts) for _, attention in groups)
-    qkv = head.project(model.look_up(tokens, features.dtype), features, positions, used)
-    meta = AttentionMeta(ragged, slots)
-    attended, pool = head.attend_to_pages(qkv, positions, pool, meta, paged_attend(groups))
-    features = head.finish_layer(features, attended, used)
-    best, _ = argmax(head.score_tokens(features, used), used, spec.argmax)
+    meta = passes.make_meta(positions, is_live)
+    qkv = head.project(model.look_up(tokens, features.dtype), features, positions, passes.num_rows)
+    attended, pool = head.attend_to_pages(qkv, positions, pool, meta, paged_attend(passes.groups))
+    features = head.finish_layer(features, attended, passes.num_rows)
+    best, _ = argmax(head.score_tokens(features, passes.num_rows), passes.num_rows, spec.argmax)
     tokens = head.target_ids[...][best]
     positions = positions + 1
     found.append(tokens)

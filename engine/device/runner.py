@@ -20,10 +20,11 @@ from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
 from engine.device.draft_model import DraftModel, LaunchedDraft
 from engine.device.host_blocks import HostBlocks
-from engine.device.model_input import EmbeddingRow, Flag, LogitRows, Packer, flags_of
+from engine.device.model_input import Flag
 from engine.device.programs import Program, ProgramSpec
 from engine.device.sampler import SlotState
 from engine.device.step_call import LinesCall, PackedArray, StepCall
+from engine.device.step_packer import EmbeddingRow, LogitRows, Packer, flags_of
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
 

@@ -46,8 +46,11 @@ class Bundle:
   """One folder for one engine's programs. Implements engine.device.build.ExecutableSource.
 
   Attributes:
+    has_draft_programs: see ExecutableSource.
     is_whole: whether every program of the engine is stored; valid once the engine is built.
   """
+
+  has_draft_programs = False
 
   def __init__(self, folder: str, batching: str, write: bool = False):
     """Reads the manifest, if there is one.

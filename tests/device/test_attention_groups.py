@@ -8,7 +8,8 @@ import pytest
 
 from engine.batch import Admission, Batch
 from engine.device import kv_cache
-from engine.device.model_input import Packer, StepLayout, unpack
+from engine.device.model_input import StepLayout, unpack
+from engine.device.step_packer import Packer
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels.paged_attention.plan import Geometry, make_plan

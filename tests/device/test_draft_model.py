@@ -14,19 +14,22 @@ from engine.batch import Admission, Batch
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.build import build_engine
-from engine.device.draft_folder import open_draft
+from engine.device.draft_folder import DraftFolder, open_draft
 from engine.device.draft_model import DraftModel
 from engine.device.draft_programs import draft_programs
+from engine.device.eagle_folder import EagleFolder
 from engine.device.options import BuildOptions
 from engine.device.runner import Making, ModelRunner
-from engine.errors import ConfigError, EngineError
+from engine.device.served_model import ServedModel
+from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
-from engine.shapes import ShapeLadder
+from engine.shapes import ShapeLadder, StepShape
 from models.registry import config_from_hf
 from models.weight_form import WeightForm
 from tests.device.drafts import DraftCounts, limits_of, serve_with_drafts
 from tests.device.proposal_checker import ProposalChecker
 from tests.device.tiny_model import MAX_LEN, TINY, dense_greedy, make_runner, random_params
+from tools.check_device.programs import ModelCase, make_spec
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -139,23 +142,29 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path, changes, tok
   assert draft in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("attention", "is_planned"), [("gpu", True), ("tpu", False), ("reference", False)])
-def test_attention_that_the_host_plans_excludes_a_draft_model(attention: str, is_planned: bool):
-  """Whatever the device: such attention is refused, and other attention comes to the folder, which is missing here."""
-  message = "does not go with attention=gpu: the host plans its work" if is_planned else "none-there"
-  with pytest.raises(EngineError, match=message):
-    open_draft(
-      path="none-there",
-      model_dir="",
-      model=config_from_hf(json.loads((DEMO / "config.json").read_text())),
-      mesh=mesh_lib.make_mesh(jax.devices()[:1]),
-      dtype=jnp.dtype("float32"),
-      kv_dtype=jnp.dtype("float32"),
-      form=WeightForm(),
-      block_size=16,
-      attention=attention,
-      random_weights=True,
-    )
+@pytest.mark.parametrize(("attention", "own"), [("gpu", "portable"), ("tpu", "tpu"), ("reference", "reference")])
+@pytest.mark.parametrize("name", ["demo", "demo_eagle"])
+def test_a_draft_model_has_attention_that_needs_no_plan(name: str, attention: str, own: str):
+  """The host plans for lengths that it knows, but passes ahead change them on the device."""
+  dtype, model = jnp.dtype("bfloat16"), config_from_hf(json.loads((DEMO / "config.json").read_text()))
+  served = ServedModel(
+    folder=str(DEMO),
+    config=model,
+    mesh=mesh_lib.make_mesh(jax.devices()[:1]),
+    dtype=dtype,
+    form=WeightForm(),
+    kv_dtype=dtype,
+    block_size=64,
+    attention=attention,
+  )
+  folder = open_draft(name, served)
+  assert isinstance(folder, DraftFolder | EagleFolder) and folder.attention == own
+  target = make_spec(ModelCase(model, max_model_len=256, pool_tokens=1024), jax.devices()[:1], attention, 2)
+  spec = folder.make_spec(target, 16)
+  groups = [each for rows in (8, 16) for _, each in spec.attention_groups(StepShape(16, rows, rows))]
+  assert all(each.implementation == own and each.plan is None for each in groups)
+  own_shape = kv_cache.abstract(spec.mesh, spec.model, 16, spec.block_size, dtype, own)[0].shape
+  assert spec.kv[0].shape == own_shape, "its KV has the layout of its own attention"
 
 
 @pytest.mark.long

@@ -13,9 +13,10 @@ import pytest
 
 from engine.batch import MAX_DRAFT_MASKS, MAX_DRAFTS, Admission, Batch
 from engine.device import programs, runner, sampler
-from engine.device.model_input import Column, Flag, Packer, SamplingRows
+from engine.device.model_input import Column, Flag, SamplingRows
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.device.sampler import Sampled
+from engine.device.step_packer import Packer
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels import native

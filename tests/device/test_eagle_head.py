@@ -17,6 +17,7 @@ from engine.device.draft_model import DraftModel
 from engine.device.eagle_folder import EagleFolder, open_eagle_head
 from engine.device.file_checksums import sha256
 from engine.device.runner import Making, ModelRunner
+from engine.device.served_model import ServedModel
 from engine.device.weights import parameter_name
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.shapes import ShapeLadder
@@ -39,19 +40,22 @@ OWN = HeadSizes(24, 40, 2, 1, 16, 96, TARGET, (0, 3, 1), norm_before_residual=Tr
 F32 = jnp.dtype(jnp.float32)
 
 
-def open_head(folder: Path, model: ModelConfig = TARGET, random_weights: bool = False) -> EagleFolder:
-  return open_eagle_head(
-    path=str(folder),
-    folder=folder,
-    model=model,
+def describe_served(folder: Path, model: ModelConfig = TARGET, random_weights: bool = False) -> ServedModel:
+  return ServedModel(
+    folder=str(folder),
+    config=model,
     mesh=mesh_lib.make_mesh(jax.devices()[:1]),
     dtype=F32,
-    kv_dtype=F32,
     form=PLAIN,
+    kv_dtype=F32,
     block_size=4,
     attention="reference",
     random_weights=random_weights,
   )
+
+
+def open_head(folder: Path, model: ModelConfig = TARGET, random_weights: bool = False) -> EagleFolder:
+  return open_eagle_head(str(folder), folder, describe_served(folder, model, random_weights))
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -228,18 +232,7 @@ def test_a_heads_tokenizer_is_that_of_the_model_if_it_has_one(vocab: dict[str, i
   (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
 
   def open_folder():
-    return open_draft(
-      path=str(folder),
-      model_dir=str(tmp_path),
-      model=TARGET,
-      mesh=mesh_lib.make_mesh(jax.devices()[:1]),
-      dtype=F32,
-      kv_dtype=F32,
-      form=PLAIN,
-      block_size=4,
-      attention="reference",
-      random_weights=False,
-    )
+    return open_draft(str(folder), describe_served(tmp_path))
 
   if "a" in vocab:
     assert open_folder().feature_layers == LAYERS

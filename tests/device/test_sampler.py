@@ -12,8 +12,9 @@ import pytest
 
 from engine.batch import Admission, Batch
 from engine.device import sampler
-from engine.device.model_input import Packer, unpack
+from engine.device.model_input import unpack
 from engine.device.sampler import SlotState
+from engine.device.step_packer import Packer
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels import native

@@ -15,9 +15,10 @@ import pytest
 
 from engine.device import split_sampler
 from engine.device.mesh import AXIS, make_mesh
-from engine.device.model_input import Packer, unpack
+from engine.device.model_input import unpack
 from engine.device.sampler import Sampled, SlotState, accept_drafts
 from engine.device.split_sampler import VocabularySplit
+from engine.device.step_packer import Packer
 from engine.sampling_params import SamplingParams
 from pallas_kernels import native
 from tests.device.test_sampler import EOS, KERNELS, SHAPE, SLOTS, Row, V, packed_step, run

@@ -32,20 +32,23 @@ PROMPTS = [
 
 
 class Served(NamedTuple):
-  """An output, its rows with drafts, those accepted, and the prompt's tokens that the prefix cache had."""
+  """An output, its rows with drafts, those accepted, the prompt's cached tokens, and blocks that came from the host."""
 
   token_ids: list[int]
   rows: int
   accepted: int
   num_cached: int
+  num_returned: int
 
 
 def serve_prompts(**settings) -> list[Served]:
-  """Serves each prompt alone, and then each once more."""
+  """Serves each prompt alone, then a long one that takes all blocks of a small pool, and then each once more."""
   found = []
   with LLM("demo", **SETTINGS | settings) as llm:
     params = SamplingParams(max_tokens=90, temperature=0.0)
-    for prompt in PROMPTS * 2:
+    for number, prompt in enumerate(PROMPTS * 2):
+      if number == len(PROMPTS):
+        llm.generate(["moon fish " * 60], SamplingParams(max_tokens=1), progress=False)
       before = llm.engine.stats()
       (output,) = llm.generate([prompt], params, progress=False)
       after = llm.engine.stats()
@@ -55,6 +58,7 @@ def serve_prompts(**settings) -> list[Served]:
           after.drafts.rows - before.drafts.rows,
           after.drafts.accepted - before.drafts.accepted,
           after.num_cached_tokens - before.num_cached_tokens,
+          after.host_pool.num_loaded - before.host_pool.num_loaded if before.host_pool and after.host_pool else 0,
         )
       )
     assert llm.engine._runner.compiles_after_ready == 0  # type: ignore[attr-defined]
@@ -71,3 +75,16 @@ def test_the_head_is_right_where_it_should_be(monkeypatch: pytest.MonkeyPatch):
   # The prefix cache has the features of a block's last token, too.
   for one, other in zip(first, again, strict=True):
     assert other.num_cached >= 32 and (other.rows, other.accepted) == (one.rows, one.accepted)
+
+
+@pytest.mark.parametrize(
+  ("settings", "least_share"), [({"kv_dtype": "int8"}, 3.5), ({"num_blocks": 17, "host_kv_mb": 8}, 3.0)]
+)
+def test_the_head_proposes_with_other_kv(monkeypatch: pytest.MonkeyPatch, settings: dict, least_share: float):
+  """With KV in 8 bits, and with blocks that come back from the host, where the head's KV never was."""
+  plain = serve_prompts(speculation="none", **settings)
+  monkeypatch.setattr("engine.scheduler.Speculation", AllProposals)
+  drafted = serve_prompts(speculation="draft", draft_model="demo_eagle", **settings)
+  assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+  assert sum(each.accepted for each in drafted) > least_share * sum(each.rows for each in drafted) > 100
+  assert any(each.num_returned for each in drafted) == ("host_kv_mb" in settings)

@@ -10,7 +10,8 @@ import numpy as np
 
 from engine.batch import Admission, Batch
 from engine.device import sampler
-from engine.device.model_input import Packer, unpack
+from engine.device.model_input import unpack
+from engine.device.step_packer import Packer
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels import native

@@ -45,7 +45,7 @@ class TargetCase(NamedTuple):
   deterministic: bool = False
   quantization: str = "none"
   adapters: bool = False
-  drafts: bool = False  # the programs of a draft model of this shape, instead of steps
+  drafts: bool = False  # what a draft model of this shape and an EAGLE-3 head need, instead of steps
   kv_dtype: str = "auto"
   layers: int = 0  # of the model; 0: its own
   dtype: str = "bfloat16"
@@ -64,6 +64,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", quantization="fp8"),
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("h200", "tiny", "64", kv_dtype="fp8"),
+  TargetCase("h200", "tiny", "64", drafts=True),
   TargetCase("sm_80", "tiny", "64"),
   TargetCase("sm_80", "tiny", "64", dtype="float16"),
   TargetCase("sm_100a", "tiny", "64"),
@@ -87,6 +88,10 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "llama3-8b", "64", adapters=True, layers=_LAYERS),
   TargetCase("h200", "llama3-8b", "8,64,512", kv_dtype="fp8", layers=_LAYERS),
   *(TargetCase(target, "tiny", "8,64,256") for target in ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")),
+  TargetCase("h200", "llama3-8b", "8,64,512", drafts=True, layers=_LAYERS),
+  TargetCase("h200", "tiny", "8,64", drafts=True, kv_dtype="fp8"),
+  TargetCase("sm_80", "tiny", "8,64", drafts=True),
+  TargetCase("sm_100a", "tiny", "64", drafts=True),
   TargetCase("sm_80", "tiny", "64", kv_dtype="fp8"),
   TargetCase("sm_80", "tiny", "128", deterministic=True),
   *(TargetCase("sm_80", "tiny", "64", quantization=each, dtype="float16") for each in ("none", "int8", "w8a8")),
@@ -154,15 +159,16 @@ def emulate_kernels(small: bool, schedules: int) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def emulate_steps(model: str, target: str, drafts: bool) -> int:
+def emulate_steps(model: str, target: str, drafts: bool, draft_model: str) -> int:
   """Serves requests by emulated steps of a model in models/; returns the exit code.
 
   Args:
     target: a GPU of TARGETS.
     drafts: the steps verify drafts.
+    draft_model: what proposes them, by emulated programs; "": the answers do.
   """
   command = [sys.executable, "-m", "tools.ptx_emulator.serve", f"--model={_MODELS / model}", f"--target={target}"]
-  command += ["--drafts"] if drafts else []
+  command += ["--drafts"] * drafts + [f"--draft_model={draft_model}"] * bool(draft_model)
   return subprocess.run(command, env=os.environ | environment(TARGETS[target], None), check=False).returncode
 
 
@@ -176,6 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help="run the GPU kernels' PTX; with --small on one batch; with --model=demo whole steps, of --target",
   )
   parser.add_argument("--drafts", action="store_true", help="with --emulate --model=demo: the steps verify drafts")
+  parser.add_argument(
+    "--draft_model", default="", help="the same; demo or demo_eagle: what proposes them, emulated too"
+  )
   parser.add_argument("--schedules", type=positive_int, default=5, help="with --emulate: a kernel on its least batch")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
   parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
@@ -193,9 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
       parser.error(
         f"--emulate --model={args.model}: whole steps need a folder of models/ with weights; give --model=demo"
       )
-    return emulate_steps(args.model, args.target or "h200", args.drafts)
-  if args.drafts:
-    parser.error("--drafts is for whole steps; give --emulate --model=demo too")
+    return emulate_steps(args.model, args.target or "h200", args.drafts, args.draft_model)
+  if args.drafts or args.draft_model:
+    parser.error("--drafts and --draft_model are for whole steps; give --emulate --model=demo too")
   if args.emulate and args.target:
     parser.error(
       f"--emulate --target={args.target}: the kernels of all targets run; for whole steps, give --model=demo"
@@ -228,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       failures += 1
       continue
     for rung in found:
-      rung |= {"target": case.target, "model": str(case).partition(", ")[2], "attention": attention}
+      model = ", ".join((str(case).partition(", ")[2], *filter(None, [rung.get("program")])))
+      rung |= {"target": case.target, "model": model}
       rung["violations"] = judge.violations(rung, [facts.KernelUse(**kernel) for kernel in rung["kernels"]])
       for line in rung["violations"]:
         print(f"{case}, {rung['tokens']} tokens: {line}")
@@ -236,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rungs += found
     if args.out:
       args.out.write_text(json.dumps(rungs, indent=1) + "\n", "utf-8")
-    if found and "launches" in found[-1]:
+    if found and "shallow_launches" in found[-1]:
       print(f"{case}, {found[-1]['tokens']} tokens: the launches of a layer")
       print("\n".join(f"  {line}" for line in judge.layer_launches(found[-1])), flush=True)
   print("\n".join(judge.table(rungs)))

@@ -14,8 +14,6 @@ from typing import Any
 
 import jax
 
-from engine.batch import MAX_DRAFTS
-from engine.device import draft_programs
 from engine.device import programs as device_programs
 from engine.device.programs import Program, ProgramSpec
 from engine.device.restore import NotRestored, to_bytes
@@ -29,22 +27,24 @@ def compile_rung(
 ) -> dict[str, Any]:
   """Returns facts of one program; the keys are those of judge.Rung where they have the same names.
 
-  Args: program: of a draft model of `spec`, to compile in place of the step.
+  Args: program: one of `spec` to compile in place of the step.
   """
+  program = program or device_programs.step_program(spec, shape, with_adapters=spec.max_loras > 0)
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
   started, cpu_started = time.perf_counter(), time.process_time()
   with swizzles.watch_shared_transfers() as transfers:
-    compiled = (program or device_programs.step_program(spec, shape, with_adapters=spec.max_loras > 0)).compile()
+    compiled = program.compile()
   seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
   hlo, memory = compiled.as_text(), compiled.memory_analysis()
   assert hlo is not None and memory is not None, "compile-only devices say both"
   aliased, sizes = facts.aliased(hlo), facts.argument_bytes(hlo)
-  donated = (spec.kv, spec.last_tokens, *(() if program else (spec.slot_state,)))
+  donated = [program.arguments[number] for number in program.donated]
   # Without norms: any vector may have their size, and moving one costs nothing.
   matrices = [leaf for leaf in spec.params if len(leaf.shape) > 1]
   weights, whole = set(programs.shard_sizes(matrices)), {leaf.size for leaf in matrices}
   is_tpu = spec.platform == "tpu"
   found = {
+    "attention": spec.attention,
     "seconds": round(seconds, 2),
     "cpu_seconds": round(cpu_seconds, 2),
     "kv_bytes": programs.shard_bytes(spec.kv),
@@ -76,7 +76,7 @@ def compile_rung(
   except NotRestored as error:
     found["not_bundled"] = str(error)
   for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
-    if ".jit_step." not in path.name:
+    if not any(f".jit_{name}." in path.name for name in ("step", "fill", "propose", "fill_head", "propose_with_head")):
       continue
     sequence = facts.thunks(path.read_text("utf-8"))
     names = facts.thunk_names(path.with_name(path.name.split(".thunk_")[0] + ".thunk_metadata.txt").read_text("utf-8"))
@@ -102,7 +102,7 @@ def main() -> None:
   parser.add_argument("--kv_dtype", default="auto")
   parser.add_argument("--dtype", default="bfloat16")
   parser.add_argument("--adapters", action="store_true")
-  parser.add_argument("--drafts", action="store_true", help="the programs of the model as its own draft model")
+  parser.add_argument("--drafts", action="store_true", help="the programs of a draft model and of an EAGLE-3 head")
   parser.add_argument("--max_num_seqs", type=int, default=64)
   parser.add_argument("--layers", type=int, default=0)
   parser.add_argument("--out", required=True, type=pathlib.Path)
@@ -136,11 +136,12 @@ def main() -> None:
       found |= {"deterministic": args.deterministic, "quantization": args.quantization, "adapters": args.adapters}
       found |= {"kv_dtype": args.kv_dtype, "dtype": args.dtype}
       if args.drafts:
-        made = draft_programs.draft_programs(deep, deep, [shape], MAX_DRAFTS + 1)
-        for number, key in enumerate((draft_programs.fill_key(shape), draft_programs.propose_key(shape))):
+        for number, following in enumerate(programs.make_draft_programs(case, deep, shape)):
           if number:
-            print("\n@@ proposals", flush=True)
-          out.write(json.dumps(found | compile_rung(deep, shape, args.out, made[key])) + "\n")
+            ctypes.CDLL(None).fflush(None)
+            print(f"\n@@ {following.name}", flush=True)
+          facts_of_it = compile_rung(following.spec, shape, args.out, following.program)
+          out.write(json.dumps(found | {"program": following.name} | facts_of_it) + "\n")
         continue
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":

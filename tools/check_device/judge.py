@@ -18,7 +18,7 @@ _SHOWN = 5  # copies to print; there may be some a layer
 
 
 def launches_a_layer(rung: Mapping[str, Any]) -> float:
-  """Returns launches a layer, from the program at two depths: all launches outside the layers cancel out."""
+  """Returns launches a layer of a step, from it at two depths: all launches outside the layers cancel out."""
   return (len(rung["launches"]) - rung["shallow_launches"]) / (rung["layers"] - rung["shallow_layers"])
 
 
@@ -65,6 +65,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
         f"{rung['command_buffers']} command buffers instead of one, and outside of them: "
         f"{', '.join(sorted(set(rung['outside']))) or 'nothing'}"
       )
+  if "shallow_launches" in rung:
     own = rung["deterministic"] or rung["quantization"] != "none"
     most = MAX_LAUNCHES_OWN_MATMULS if own else MAX_LAUNCHES_A_LAYER
     most = MAX_LAUNCHES_ROUNDED if rung["quantization"] in _OPERANDS else most
@@ -159,7 +160,7 @@ def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{rung['temp_limit'] / 2**20:.0f}",
         f"{sums_a_layer(rung):g}" if rung["devices"] > 1 else "-",
         str(rung["command_buffers"]) if gpu else "-",
-        f"{launches_a_layer(rung):g}" if gpu else "-",
+        f"{launches_a_layer(rung):g}" if gpu and "shallow_launches" in rung else "-",
         str(max((kernel["registers"] for kernel in kernels), default="-")),
         str(max((kernel["spill_bytes"] for kernel in kernels), default="-")),
         str(len(rung["violations"])),

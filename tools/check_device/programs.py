@@ -4,19 +4,30 @@ import dataclasses
 import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from engine.batch import MAX_DRAFTS
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
+from engine.device.draft_programs import (
+  choose_draft_attention,
+  draft_programs,
+  fill_key,
+  make_following_spec,
+  propose_key,
+)
+from engine.device.eagle_folder import EagleFolder
 from engine.device.kernel_choice import matrix_form
 from engine.device.options import BuildOptions
-from engine.device.programs import ProgramSpec
+from engine.device.programs import Program, ProgramSpec, step_program
 from engine.device.sampler import num_alternatives
 from engine.shapes import StepShape
 from models.config import ModelConfig
+from models.eagle_head import EagleConfig
 from models.registry import abstract, config_from_hf
 from models.split import ModelSplit
 from models.weight_form import WeightForm
@@ -127,6 +138,65 @@ def make_spec(
     max_loras=BuildOptions.max_loras if adapters else 0,
     max_lora_rank=BuildOptions.max_lora_rank if adapters else 0,
   )
+
+
+class FollowingProgram(NamedTuple):
+  """A program that drafts need besides steps. Attributes: name: what it does. spec: its own. program: to compile."""
+
+  name: str
+  spec: ProgramSpec
+  program: Program
+
+
+def make_draft_programs(case: ModelCase, served: ProgramSpec, shape: StepShape) -> list[FollowingProgram]:
+  """Returns what drafts need at a rung: the model as its own draft model, and a head with the step that it reads.
+
+  Args: case: the model. served: of `make_spec`.
+  """
+  attention, num_blocks = choose_draft_attention(served.attention), case.pool_tokens // served.block_size
+  draft = make_following_spec(
+    served,
+    model=served.model,
+    graphdef=served.graphdef,
+    params_tree=served.params_tree,
+    params=served.params,
+    num_blocks=num_blocks,
+    attention=attention,
+  )
+  model = served.model
+  of_head = dataclasses.replace(
+    model, num_layers=1, layer_attention=model.layer_attention[:1], vocab_size=model.vocab_size // 4
+  )
+  head = EagleFolder(
+    path="",
+    folder=_MODELS,
+    config=EagleConfig(
+      model=of_head,
+      target_dim=model.model_dim,
+      feature_layers=(0, model.num_layers // 2, model.num_layers - 1),
+      target_vocab_size=model.vocab_size,
+      has_embedding=False,
+      norm_before_residual=False,
+    ),
+    dtype=served.dtype,
+    form=WeightForm(flat=served.platform == "tpu"),
+    kept={},
+    stored={},
+    target_ids=np.zeros(of_head.vocab_size, np.int32),
+    attention=attention,
+    block_bytes=0,
+  )
+  read = dataclasses.replace(served, feature_layers=head.feature_layers)
+  follows = head.make_spec(read, num_blocks)
+  of_draft = draft_programs(draft, served, [shape], MAX_DRAFTS + 1)
+  of_head = head.make_programs(follows, read, [shape], MAX_DRAFTS + 1)
+  return [
+    FollowingProgram("draft model's KV", draft, of_draft[fill_key(shape)]),
+    FollowingProgram("draft model's proposals", draft, of_draft[propose_key(shape)]),
+    FollowingProgram("step with states", read, step_program(read, shape)),
+    FollowingProgram("head's KV", follows, of_head[fill_key(shape)]),
+    FollowingProgram("head's proposals", follows, of_head[propose_key(shape)]),
+  ]
 
 
 def shard_sizes(leaves: Any) -> list[int]:

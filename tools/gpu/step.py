@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from engine.batch import Admission, Batch
 from engine.device import programs
-from engine.device.model_input import Packer
+from engine.device.step_packer import Packer
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from tools.check_device.programs import case, make_spec

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import re
 
 import numpy as np
@@ -260,12 +261,19 @@ _UNARY_FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 _ROUNDING = {"rn", "approx", "ftz", "full", "NaN", "lo"}
 
 
+def _clamp_below_zero(function: Callable[..., np.ndarray], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  return np.maximum(function(a, b), 0, dtype=a.dtype)
+
+
 def _binary(context: Context, instruction: PtxInstruction) -> Body:
   name, kind = instruction.name[0], instruction.name[-1]
   modifiers = set(instruction.name[1:-1])
-  if not modifiers <= _ROUNDING or kind not in KINDS:
+  is_clamped = (name, kind) in (("min", "s32"), ("max", "s32")) and modifiers == {"relu"}
+  if not (is_clamped or modifiers <= _ROUNDING) or kind not in KINDS:
     raise unknown_instruction(instruction)
   dtype, function = KINDS[kind], _BINARY[name]
+  if is_clamped:
+    function = functools.partial(_clamp_below_zero, function)
   if kind[0] == "f" and name in ("min", "max"):
     function = EXTREMES[name, "NaN" in modifiers]
   target = take_register(instruction.operands[0])
@@ -462,7 +470,7 @@ def _convert(context: Context, instruction: PtxInstruction) -> Body:
 
 
 def _convert_address(context: Context, instruction: PtxInstruction) -> Body:
-  if instruction.name[1:] not in (("to", "global", "u64"), ("param", "u64"), ("local", "u64")):
+  if instruction.name[1:] not in (("to", "global", "u64"), ("global", "u64"), ("param", "u64"), ("local", "u64")):
     raise unknown_instruction(instruction)
   target, a = take_register(instruction.operands[0]), context.fetch(instruction.operands[1], np.uint64)
   return lambda block, warp, group, mask: write(warp, target, a(block, warp).copy(), mask)

@@ -1,17 +1,19 @@
 """Serves ten short requests by steps compiled for a GPU and run on the PTX emulator, and compares the tokens.
 
-  python -m tools.ptx_emulator.serve --model=models/demo [--target=sm_80] [--drafts]
+  python -m tools.ptx_emulator.serve --model=models/demo [--target=sm_80] [--drafts | --draft_model=demo]
 
 The engine, its scheduler and its packed arrays are the real ones, with the KV layout and the plans of a GPU. Each step
 is the program that a GPU would execute, but XLA's own matmuls replace cuBLASLt's. The same requests then run by this
 CPU's programs. Greedy tokens must be equal, and their log probabilities near, also those of the 20 most likely tokens.
-With --drafts the emulated steps verify drafts, of which two of three are right.
+With --drafts the emulated steps verify drafts, of which two of three are right. With --draft_model a draft model or an
+EAGLE-3 head proposes them by emulated programs of its own; about as many must be right as on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -22,6 +24,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from engine.batch import Batch
 from engine.device import build as engine_build
 from engine.device import mesh as mesh_lib
 from engine.device import programs as device_programs
@@ -30,6 +33,7 @@ from engine.device.options import BuildOptions
 from engine.device.pool_size import PoolSize, PoolSizer
 from engine.device.programs import Program, ProgramSpec
 from engine.engine import Engine
+from engine.recorder import DraftCounts
 from engine.request import Request, TokenEvent
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.shapes import StepShape
@@ -64,6 +68,9 @@ _ACCEPTANCE = 0.67  # of drafts
 GPUS = ("h200", "sm_80", "sm_120")
 
 
+SHARE_LIMIT = 0.2  # largest difference of the shares of accepted drafts, since rounding changes proposals
+
+
 def place_on_gpu(spec: ProgramSpec, target: Target) -> ProgramSpec:
   """Returns a spec of a CPU's programs as one of a GPU's, with the same arrays."""
   mesh = mesh_lib.make_mesh(targets.devices(target))
@@ -85,15 +92,37 @@ def place_on_gpu(spec: ProgramSpec, target: Target) -> ProgramSpec:
   )
 
 
+def place_following_on_gpu(program: Program, target: Target) -> Program:
+  """Returns a program of draft_programs.make_following_programs for a CPU as one for a GPU."""
+  function = program.function
+  assert isinstance(function, functools.partial), "its spec is bound"
+  spec = place_on_gpu(function.args[0], target)
+  whole = mesh_lib.replicated(spec.mesh)
+
+  def move(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+
+  return dataclasses.replace(
+    program,
+    function=functools.partial(function.func, spec, *function.args[1:]),
+    arguments=move(program.arguments),
+    results=move(program.results),
+    compiler_options=device_programs.step_options(spec),
+  )
+
+
 class EmulatedPrograms:
   """Steps of a GPU for an engine on a CPU; implements engine.device.build.ExecutableSource.
 
   Attributes:
-    runners: of each step's program, by its name.
-    num_steps: emulated so far.
+    has_draft_programs: see ExecutableSource.
+    runners: of each step's program, and of those of drafts, by its name.
+    num_steps: programs emulated so far.
     seconds: that they took.
     faults: what kernels did wrong. JAX raises an error of its own that only quotes it.
   """
+
+  has_draft_programs = True
 
   def __init__(self, target: Target, seed: int = 0):
     """Args: target: one GPU. seed: of the kernels' schedules."""
@@ -122,8 +151,10 @@ class EmulatedPrograms:
     self._programs = {program.name: program for program in steps}
 
   def executable(self, program: Program) -> jax.stages.Compiled:
-    """Returns a program that calls the emulator if it is a step, else the CPU's own."""
+    """Returns a program that calls the emulator if it is a step or of drafts, else the CPU's own."""
     on_gpu = self._programs.get(program.name)
+    if program.name.startswith("draft-"):
+      on_gpu = place_following_on_gpu(program, self._target)
     if on_gpu is None:
       return program.compile()
     with targets.tracing_for(self._target, self._device):
@@ -154,7 +185,7 @@ class EmulatedPrograms:
 
 
 class EveryDraft(Speculation):
-  """Verifies as many drafts as a step can hold, whether they pay or not."""
+  """Verifies as many drafts as a step can hold, whether they pay or not. A draft model proposes after every step."""
 
   def knows_step(self, planned: PlannedStep) -> bool:
     """See Speculation."""
@@ -169,11 +200,19 @@ class EveryDraft(Speculation):
       left -= counts[-1]
     return counts
 
+  def choose_proposals(self, batch: Batch, in_flight: Container[int]) -> int:
+    """See Speculation."""
+    return self._num_proposals if self.model is not None and any(batch.samples) else 0
 
-def verify_drafts(engine: Engine, answers: Sequence[GreedyAnswer]) -> None:
-  """Gives each request of answer_requests drafts of its answer, some of them wrong. Before the first request."""
+
+def verify_every_draft(engine: Engine) -> None:
+  """Lets each step verify all drafts that it can hold. Before the first request."""
   scheduler = engine._scheduler
   scheduler._speculation = EveryDraft(scheduler.config)
+
+
+def guess_answers(engine: Engine, answers: Sequence[GreedyAnswer]) -> None:
+  """Gives each request of answer_requests drafts of its answer, some of them wrong. Before the first request."""
   oracle = OracleDrafter(_ACCEPTANCE)
   oracle.outputs = {str(number): answer.tokens for number, answer in enumerate(answers)}
   engine.replace_drafter(oracle)
@@ -259,6 +298,10 @@ def compare_answers(found: Sequence[GreedyAnswer], expected: Sequence[GreedyAnsw
   return AnswerDifferences(lines, largest, error)
 
 
+def _share(drafts: DraftCounts) -> float:
+  return drafts.accepted / max(drafts.tokens, 1)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.ptx_emulator.serve", "Serve ten requests by emulated GPU steps; compare.")
@@ -267,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--tokens", type=positive_int, default=4, help="most tokens of an answer")
   parser.add_argument("--seed", type=int, default=0, help="of the kernels' schedules")
   parser.add_argument("--drafts", action="store_true", help="the emulated steps verify drafts")
+  parser.add_argument("--draft_model", default="", help="what proposes them, by emulated programs, as in the server")
   args = parser.parse_args(arguments)
   tokenizer = Tokenizer(args.model)
   prompts = [tokenizer.encode_chat([Message(role="user", content=text)]) for text in _TEXTS]
@@ -288,24 +332,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
   target = targets.TARGETS[args.target]
   source, events = EmulatedPrograms(target, args.seed), []
   drafting = dataclasses.replace(options, speculation="ngram") if args.drafts else options
+  if args.draft_model:
+    drafting = dataclasses.replace(options, speculation="draft", draft_model=args.draft_model)
   built = build_emulated(drafting, source, target, events)
   took = time.perf_counter() - started
   print(
     f"{args.target}, attention {target.attention}: {len(source.runners)} steps compiled and warmed up in {took:.0f} s"
   )
-  reference = build_engine(dataclasses.replace(options, attention="reference"), lambda *_: None, events.extend)
+  of_cpu = drafting if args.draft_model else options
+  reference = build_engine(dataclasses.replace(of_cpu, attention="reference"), lambda *_: None, events.extend)
+  for engine in [built.engine] * (args.drafts or bool(args.draft_model)) + [reference.engine] * bool(args.draft_model):
+    verify_every_draft(engine)
   expected = answer_requests(reference, events, prompts, args.tokens)
   if args.drafts:
-    verify_drafts(built.engine, expected)
+    guess_answers(built.engine, expected)
   found = answer_requests(built, events, prompts, args.tokens)
   for text, answer in zip(_TEXTS, found, strict=True):
     print(f"  {text!r}: {tokenizer.decode(list(answer.tokens))!r}")
   lines, largest, error = compare_answers(found, expected)
+  drafts, on_cpu = built.engine.stats().drafts, reference.engine.stats().drafts
+  if args.draft_model and abs(_share(drafts) - _share(on_cpu)) > SHARE_LIMIT:
+    lines.append(f"{_share(drafts):.2f} of the drafts are accepted, and {_share(on_cpu):.2f} on the CPU")
   print("\n".join(lines), end="\n" if lines else "")
   num_tokens = sum(len(answer.tokens) for answer in found)
   print(f"{len(found)} requests, {num_tokens} tokens by {source.num_steps} emulated steps in {source.seconds:.0f} s")
-  drafts = built.engine.stats().drafts
   print(f"{drafts.tokens} drafts, {drafts.accepted} accepted")
+  if args.draft_model:
+    print(f"on the CPU {on_cpu.tokens} drafts, {on_cpu.accepted} accepted")
   print(f"log probabilities: largest difference {largest:.3f}, error of the {MAX_LOGPROBS} most likely {error:.1e}")
   times = sorted(
     ((*each, name) for runner in source.runners.values() for name, each in runner.times.items()), reverse=True

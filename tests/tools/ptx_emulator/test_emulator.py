@@ -216,6 +216,22 @@ def test_lanes_that_part_meet_again():
   np.testing.assert_array_equal(b, -(-a // 3) * 3)
 
 
+@pytest.mark.parametrize("convert", ["cvta.to.global.u64", "cvta.global.u64"])
+def test_an_address_of_global_memory_is_a_generic_one(convert: str):
+  found = np.zeros(128, np.int32)
+  body = f"""
+  ld.param.b64 %rd1, [a];
+  {convert} %rd2, %rd1;
+  mov.u32 %r1, %tid.x;
+  shl.b32 %r2, %r1, 2;
+  cvt.u64.u32 %rd3, %r2;
+  add.s64 %rd4, %rd2, %rd3;
+  st.global.b32 [%rd4], %r1;
+"""
+  run(body, [found])
+  np.testing.assert_array_equal(found, np.arange(128))
+
+
 def test_an_access_outside_of_a_buffer_names_it():
   with pytest.raises(KernelFault, match=r"line \d+: ld.global.b32 .*: 4 bytes at offset 128 of a, which has 128"):
     run(SUM, [np.zeros(32, np.int32), np.zeros(64, np.int32)], threads=64)
@@ -578,6 +594,23 @@ def test_fields_of_bits_have_their_sign():
     out = np.zeros(32, np.int32)
     run(body.format(kind=kind), [out], threads=32)
     np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize(("operation", "function"), [("max", np.maximum), ("min", np.minimum)])
+def test_relu_replaces_a_negative_extreme(operation: str, function: np.ufunc):
+  a, b, found = np.arange(-64, 64, dtype=np.int32), np.full(128, -5, np.int32), np.zeros(128, np.int32)
+  b[::2] = 3
+  body = f"""
+  ld.param.b64 %rd1, [a]; ld.param.b64 %rd2, [b]; ld.param.b64 %rd3, [c];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd4, %r1, 4;
+  add.s64 %rd5, %rd1, %rd4; add.s64 %rd6, %rd2, %rd4; add.s64 %rd7, %rd3, %rd4;
+  ld.global.b32 %r2, [%rd5]; ld.global.b32 %r3, [%rd6];
+  {operation}.relu.s32 %r4, %r2, %r3;
+  st.global.b32 [%rd7], %r4;
+"""
+  run(body, [a, b, found])
+  np.testing.assert_array_equal(found, np.maximum(function(a, b), 0))
 
 
 def test_fp8_is_that_of_ml_dtypes():

@@ -35,11 +35,20 @@ def test_the_most_likely_tokens_are_compared_where_both_sides_have_them():
 
 @pytest.mark.long
 @pytest.mark.skipif(not DEVICE_PYTHON.exists(), reason="needs make setup-device")
-@pytest.mark.parametrize(("target", "drafts"), [("h200", False), ("h200", True), ("sm_80", False)])
-def test_the_demo_model_answers_by_emulated_steps(target: str, drafts: bool):
+@pytest.mark.parametrize(
+  ("target", "drafts"),
+  [
+    ("h200", ""),
+    ("h200", "--drafts"),
+    ("h200", "--draft_model=demo"),
+    ("h200", "--draft_model=demo_eagle"),
+    ("sm_80", ""),
+  ],
+)
+def test_the_demo_model_answers_by_emulated_steps(target: str, drafts: str):
   command = [DEVICE_PYTHON, "-m", "tools.check_device", "--emulate", "--model=demo", f"--target={target}"]
-  command += ["--drafts"] if drafts else []
+  command += [drafts] if drafts else []
   done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
   assert "10 requests" in done.stdout and "\n0 differences" in done.stdout
-  assert ("\n0 drafts, 0 accepted" in done.stdout) != drafts
+  assert ("\n0 drafts, 0 accepted" in done.stdout) != bool(drafts)

@@ -14,8 +14,9 @@ import pytest
 
 from engine.batch import Admission, Batch, Launched, StepResult
 from engine.config import EngineConfig
-from engine.device import model_input
-from engine.device.model_input import Column, Flag, Packer, flags_of, unpack
+from engine.device import step_packer
+from engine.device.model_input import Column, Flag, unpack
+from engine.device.step_packer import Packer, flags_of
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from tests.engine.speculation.guessing import GuessingWorld
@@ -354,12 +355,12 @@ def test_a_bug_in_the_masks_of_a_small_step_is_caught():
 
 def run_seeded(old: str, new: str, pack: Callable[[int, type[Packer]], object], num_worlds: int) -> None:
   """Packs worlds by a module in which `new` is in place of `old`."""
-  source = Path(model_input.__file__).read_text()
+  source = Path(step_packer.__file__).read_text()
   assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
-  module = types.ModuleType("seeded_model_input")
+  module = types.ModuleType("seeded_step_packer")
   sys.modules[module.__name__] = module
   try:
-    exec(compile(source.replace(old, new), "seeded model_input.py", "exec"), module.__dict__)
+    exec(compile(source.replace(old, new), "seeded step_packer.py", "exec"), module.__dict__)
     for seed in range(num_worlds):
       pack(seed, module.Packer)
   finally:
