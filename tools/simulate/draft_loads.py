@@ -4,13 +4,19 @@
 
 A load is a share of the requests a second that the engine serves without drafts when all are there at the start. The
 engine's own code chooses the drafts, as in tools.simulate, whose flags this command takes. Each round has arrivals and
-step times of its own, the same with drafts and without. Two figures of the runs with drafts are divided by those
-without: output tokens a second (above 1 is better), and the 99th percentile of the gaps between tokens (below 1 is
-better). A cell has both, as medians over rounds. --output=FILE also has the mean time per output token.
+step times of its own, the same with drafts and without. Three figures of the runs with drafts are divided by those
+without: output tokens a second (above 1 is better), the 99th percentile of the gaps between tokens, and the mean time
+per output token (below 1 is better). A cell has the medians over rounds.
+
+The column `none` shows the noise of a sample. It serves the requests once more without drafts, each up to one step
+later. Behind its ratios are the least and the largest ratio of gaps. --output=FILE has the ratios of every round.
 """
 
 from collections.abc import Sequence
 import dataclasses
+import gc
+import operator
+import random
 import statistics
 import sys
 from typing import Any
@@ -37,13 +43,20 @@ _REFUSED += ("report", "json")
 def measure_round(
   config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Sequence[Arrival], acceptances: Sequence[float]
 ) -> list[dict[str, float]]:
-  """Serves the arrivals without drafts and with each acceptance; returns the ratios of _FIGURES for each."""
-  plain = run_once(dataclasses.replace(config, speculation="none"), costs, fleet, arrivals)
-  ratios = []
+  """Returns the ratios of _FIGURES to those of the arrivals without drafts: once more without, then by acceptance."""
+  without = dataclasses.replace(config, speculation="none")
+  plain = run_once(without, costs, fleet, arrivals)
+  found = [run_once(without, costs, fleet, delay_arrivals(arrivals, costs.rung_s[0][1], fleet.step_seed))]
   for acceptance in acceptances:
-    found = run_once(config, costs, dataclasses.replace(fleet, drafts=DraftChances(acceptance)), arrivals)
-    ratios.append({name: found[name] / plain[name] for name in _FIGURES})
-  return ratios
+    found.append(run_once(config, costs, dataclasses.replace(fleet, drafts=DraftChances(acceptance)), arrivals))
+  return [{name: each[name] / plain[name] for name in _FIGURES} for each in found]
+
+
+def delay_arrivals(arrivals: Sequence[Arrival], most_s: float, seed: int) -> list[Arrival]:
+  """Returns the arrivals, each later by a random time of up to `most_s`, in order."""
+  delay = random.Random(seed).random
+  moved = [arrival._replace(arrival_s=arrival.arrival_s + most_s * delay()) for arrival in arrivals]
+  return sorted(moved, key=operator.attrgetter("arrival_s"))
 
 
 def run_once(config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Sequence[Arrival]) -> dict[str, Any]:
@@ -63,11 +76,13 @@ def add_sweep_arguments(parser: CommandParser) -> None:
 
 
 def print_table(results: Sequence[dict[str, Any]], acceptances: Sequence[float]) -> None:
-  """Prints a line for each load and a column for each acceptance."""
-  print("| load | " + " | ".join(f"acceptance {acceptance:g}" for acceptance in acceptances) + " |")
-  print("| --- |" + " --- |" * len(acceptances))
+  """Prints a line for each load, and a column for `none` and for each acceptance."""
+  print("| load | none | " + " | ".join(f"acceptance {acceptance:g}" for acceptance in acceptances) + " |")
+  print("| --- |" + " --- |" * (1 + len(acceptances)))
   for each in results:
-    cells = [f"{found['output_tok_s']:.2f}, {found['itl_p99_ms']:.2f}" for found in each["ratios"]]
+    cells = [", ".join(f"{found[name]:.2f}" for name in _FIGURES) for found in [each["none"], *each["ratios"]]]
+    gaps = [ratios[0]["itl_p99_ms"] for ratios in each["rounds"]]
+    cells[0] += f" ({min(gaps):.2f} to {max(gaps):.2f})"
     print(f"| {each['load']:g} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -88,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = engine_config(args, costs, has_drafts=True)
     arrivals, about = arrivals_from(args, config.max_model_len)
     plain = dataclasses.replace(config, speculation="none")
+    gc.collect()
+    gc.freeze()  # the arrivals stay, so no collection needs to scan them
     capacity = measure_capacity(plain, costs, fleet, arrivals)
     results = []
     for load in args.loads:
@@ -96,11 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         timed = paced(arrivals, load * capacity, args.burstiness, args.seed + number)
         seeded = dataclasses.replace(fleet, step_seed=args.step_seed + number)
         rounds.append(measure_round(config, costs, seeded, timed, args.acceptances))
-      ratios = [
+      none, *ratios = [
         {name: statistics.median(each[place][name] for each in rounds) for name in _FIGURES}
-        for place in range(len(args.acceptances))
+        for place in range(1 + len(args.acceptances))
       ]
-      results.append({"load": load, "ratios": ratios})
+      results.append({"load": load, "none": none, "ratios": ratios, "rounds": rounds})
       print(f"load {load:g} of {args.loads[-1]:g}", file=sys.stderr, flush=True)
     write_result(
       args.output,
