@@ -57,7 +57,7 @@ def python_of(name: str) -> pathlib.Path:
 
 
 def start(name: str, folder: pathlib.Path, args: Any, flags: Sequence[str] = ()) -> PeerProcess:
-  """Starts an adapter and waits until it is ready."""
+  """Starts an adapter and waits until it is ready; prints why Sluice's attention or matmul is not its best."""
   print(f"{name}: getting ready ...", file=sys.stderr, flush=True)
   command = [
     *(str(python_of(name)), "-m", f"tools.peers.run_{name}"),
@@ -66,7 +66,10 @@ def start(name: str, folder: pathlib.Path, args: Any, flags: Sequence[str] = ())
     *(*(["--realtime"] if args.online else []), *flags),
     *(flag.removeprefix(f"{name}:") for flag in args.flag if flag.startswith(f"{name}:")),
   ]
-  return PeerProcess(name, command, folder / f"{name}.log", READY_S)
+  process = PeerProcess(name, command, folder / f"{name}.log", READY_S)
+  for reason in process.about["settings"].get("fallbacks", ()):
+    print(f"{name} is slower than it can be: {reason}", file=sys.stderr, flush=True)
+  return process
 
 
 def prepare(folder: pathlib.Path, shape: str) -> int:

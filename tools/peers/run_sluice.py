@@ -58,6 +58,7 @@ def main() -> None:
       "token_budgets": list(TOKEN_BUDGETS),
       "prefill_chunk": config.prefill_chunk,
       "overlap": config.overlap,
+      "fallbacks": list(engine.built.fallbacks),
     }
     about |= {"threads": "every core", "weights": quantization, "kv": kv_dtype.replace("auto", "f32")}
     return face.Peer(about, run)

@@ -229,6 +229,15 @@ def test_openvino_gets_no_more_requests_at_once_than_allowed(tmp_path, monkeypat
   assert pipeline.most == 2
 
 
+def test_a_missing_kernel_is_reported_before_rounds_begin(tmp_path, monkeypatch, capsys):
+  reason = "the packed matmul is not built"
+  about = {"settings": {"fallbacks": [reason]}}
+  monkeypatch.setattr(peers, "PeerProcess", lambda *_: types.SimpleNamespace(about=about))
+  args = types.SimpleNamespace(threads=2, max_requests=64, precision="int8", online=False, flag=[])
+  assert peers.start("sluice", tmp_path, args).about == about
+  assert f"sluice is slower than it can be: {reason}" in capsys.readouterr().err
+
+
 def rotated(x: np.ndarray, position: float, pairs: list[tuple[int, int]]) -> np.ndarray:
   """Rotary embedding over the given pairs of a head."""
   out = x.copy()
