@@ -167,8 +167,9 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   """Measures and simulates all loads. Raises ConfigError."""
   cache = f"--compile_cache_dir={args.compile_cache_dir}"
   # Rounds repeat their prompts: with a prefix cache the second would be another load.
-  settings = ["--prefix_cache_scope=off", "--speculation=none", f"--num_blocks={args.num_blocks}"]
+  settings = ["--prefix_cache_scope=off", f"--num_blocks={args.num_blocks}"]
   settings += [f"--{name}={getattr(args, name)}" for name in _SETTINGS]
+  engine = [cache, *settings, "--speculation=none"]  # the simulator has no drafts unless it is given an acceptance
   unbounded = ["--max_queued_requests=1000000000", "--max_queued_tokens=1000000000"]
   unbounded += ["--queue_timeout_s=0", "--request_timeout_s=0"]
   every = loads(args, args.vocab_size)
@@ -184,17 +185,17 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     if name not in rates:
       return files[name]
     what = f"{name} at once: the capacity, round {number + 1} of {args.rounds}"
-    capacity = offline(args, [cache, *settings], files[name], False, what)["request_s"]
+    capacity = offline(args, engine, files[name], False, what)["request_s"]
     rates[name].append(round(args.lengths_load * capacity, 3))
     return _requests_file(every[name].at(rates[name][-1]), pathlib.Path(files[name]).with_suffix(f".round{number}"))
 
   paths: dict[str, list[str]] = {name: [] for name in files}
   given = [args.costs] if args.costs else []
-  measure = [sys.executable, "-m", "tools.simulate.measure_costs", f"--model={args.model}", cache, *settings]
+  measure = [sys.executable, "-m", "tools.simulate.measure_costs", f"--model={args.model}", *engine]
   measure += [f"--max_context={args.max_context}", f"--load_seconds={args.load_seconds}"]
   real: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
   if args.over_grpc:
-    server = [f"--model={args.model}", cache, *settings, *unbounded]
+    server = [f"--model={args.model}", *engine, *unbounded]
     warm_up_file = _requests_file(warm_up(args), folder / "warm_up.jsonl")
     trace = folder / "steps.jsonl"
     log = folder / "server.log"
@@ -221,7 +222,7 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
       for name, load in every.items():
         paths[name].append(paced(name, number))
         what = f"{name}, round {number + 1} of {args.rounds}"
-        real[name].append(offline(args, [cache, *settings], paths[name][-1], load.timed or load.paced, what))
+        real[name].append(offline(args, engine, paths[name][-1], load.timed or load.paced, what))
   result: dict[str, Any] = {}
   for name, load in every.items():
     timed = load.timed or load.paced
