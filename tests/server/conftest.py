@@ -1,6 +1,7 @@
 """Fixtures of the server's tests; the machinery is in harness.py."""
 
 from collections.abc import Iterator
+import logging
 import pathlib
 import threading
 
@@ -23,6 +24,15 @@ def no_test_hangs() -> Iterator[None]:
   timer.start()
   yield
   timer.cancel()
+
+
+@pytest.fixture(autouse=True)
+def log_filters_end_with_their_test() -> Iterator[None]:
+  """Takes away the limit of equal lines that a program in this process puts on pytest's own handlers."""
+  before = [(handler, handler.filters[:]) for handler in logging.getLogger().handlers]
+  yield
+  for handler, filters in before:
+    handler.filters[:] = filters
 
 
 @pytest.fixture(scope="session")

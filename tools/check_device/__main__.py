@@ -45,14 +45,16 @@ class TargetCase(NamedTuple):
   deterministic: bool = False
   quantization: str = "none"
   adapters: bool = False
-  drafts: bool = False  # what a draft model of this shape and an EAGLE-3 head need, instead of steps
+  drafts: bool = False  # the programs of a draft model of this shape, instead of steps
+  heads: bool = False  # the same of an EAGLE-3 head, and the step whose states it reads
   kv_dtype: str = "auto"
   layers: int = 0  # of the model; 0: its own
   dtype: str = "bfloat16"
 
   def __str__(self) -> str:
     how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
-    how += ["adapters"] * self.adapters + ["drafts"] * self.drafts + [f"{self.kv_dtype} KV"] * (self.kv_dtype != "auto")
+    how += ["adapters"] * self.adapters + ["drafts"] * self.drafts + ["heads"] * self.heads
+    how += [f"{self.kv_dtype} KV"] * (self.kv_dtype != "auto")
     how += [f"{self.layers} layers"] * bool(self.layers) + [self.dtype] * (self.dtype != "bfloat16")
     return ", ".join((self.target, self.model, *how))
 
@@ -64,7 +66,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "64", quantization="fp8"),
   TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("h200", "tiny", "64", kv_dtype="fp8"),
-  TargetCase("h200", "tiny", "64", drafts=True),
+  TargetCase("h200", "tiny", "64", drafts=True, heads=True),
   TargetCase("sm_80", "tiny", "64"),
   TargetCase("sm_80", "tiny", "64", dtype="float16"),
   TargetCase("sm_100a", "tiny", "64"),
@@ -88,10 +90,10 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "llama3-8b", "64", adapters=True, layers=_LAYERS),
   TargetCase("h200", "llama3-8b", "8,64,512", kv_dtype="fp8", layers=_LAYERS),
   *(TargetCase(target, "tiny", "8,64,256") for target in ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")),
-  TargetCase("h200", "llama3-8b", "8,64,512", drafts=True, layers=_LAYERS),
-  TargetCase("h200", "tiny", "8,64", drafts=True, kv_dtype="fp8"),
-  TargetCase("sm_80", "tiny", "8,64", drafts=True),
-  TargetCase("sm_100a", "tiny", "64", drafts=True),
+  TargetCase("h200", "llama3-8b", "8,64,512", drafts=True, heads=True, layers=_LAYERS),
+  TargetCase("h200", "tiny", "8,64", drafts=True, heads=True, kv_dtype="fp8"),
+  TargetCase("sm_80", "tiny", "8,64", drafts=True, heads=True),
+  TargetCase("sm_100a", "tiny", "64", drafts=True, heads=True),
   TargetCase("sm_80", "tiny", "64", kv_dtype="fp8"),
   TargetCase("sm_80", "tiny", "128", deterministic=True),
   *(TargetCase("sm_80", "tiny", "64", quantization=each, dtype="float16") for each in ("none", "int8", "w8a8")),
@@ -131,7 +133,7 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> lis
     command += [f"--layers={case.layers}", f"--dtype={case.dtype}"]
     command += [f"--quantization={case.quantization}", f"--kv_dtype={case.kv_dtype}", f"--out={out}"]
     command += ["--deterministic"] * case.deterministic
-    command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts
+    command += ["--adapters"] * case.adapters + ["--drafts"] * case.drafts + ["--heads"] * case.heads
     done = subprocess.run(
       command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
     )
@@ -183,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--drafts", action="store_true", help="with --emulate --model=demo: the steps verify drafts")
   parser.add_argument(
-    "--draft_model", default="", help="the same; demo or demo_eagle: what proposes them, emulated too"
+    "--draft_model", default="", help="likewise; demo or demo_eagle proposes them, by emulated programs"
   )
   parser.add_argument("--schedules", type=positive_int, default=5, help="with --emulate: a kernel on its least batch")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")

@@ -102,7 +102,8 @@ def main() -> None:
   parser.add_argument("--kv_dtype", default="auto")
   parser.add_argument("--dtype", default="bfloat16")
   parser.add_argument("--adapters", action="store_true")
-  parser.add_argument("--drafts", action="store_true", help="the programs of a draft model and of an EAGLE-3 head")
+  parser.add_argument("--drafts", action="store_true", help="the programs of the model as its own draft model")
+  parser.add_argument("--heads", action="store_true", help="those of an EAGLE-3 head, and the step that it reads")
   parser.add_argument("--max_num_seqs", type=int, default=64)
   parser.add_argument("--layers", type=int, default=0)
   parser.add_argument("--out", required=True, type=pathlib.Path)
@@ -135,13 +136,15 @@ def main() -> None:
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= {"deterministic": args.deterministic, "quantization": args.quantization, "adapters": args.adapters}
       found |= {"kv_dtype": args.kv_dtype, "dtype": args.dtype}
-      if args.drafts:
-        for number, following in enumerate(programs.make_draft_programs(case, deep, shape)):
+      if args.drafts or args.heads:
+        wanted = programs.make_draft_programs(case, deep, shape) if args.drafts else []
+        wanted += programs.make_head_programs(case, deep, shape) if args.heads else []
+        for number, following in enumerate(wanted):
           if number:
             ctypes.CDLL(None).fflush(None)
             print(f"\n@@ {following.name}", flush=True)
-          facts_of_it = compile_rung(following.spec, shape, args.out, following.program)
-          out.write(json.dumps(found | {"program": following.name} | facts_of_it) + "\n")
+          compiled = compile_rung(following.spec, shape, args.out, following.program)
+          out.write(json.dumps(found | {"program": following.name} | compiled) + "\n")
         continue
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":

@@ -149,29 +149,40 @@ class FollowingProgram(NamedTuple):
 
 
 def make_draft_programs(case: ModelCase, served: ProgramSpec, shape: StepShape) -> list[FollowingProgram]:
-  """Returns what drafts need at a rung: the model as its own draft model, and a head with the step that it reads.
+  """Returns the programs at a rung of the model as its own draft model.
 
   Args: case: the model. served: of `make_spec`.
   """
-  attention, num_blocks = choose_draft_attention(served.attention), case.pool_tokens // served.block_size
-  draft = make_following_spec(
+  spec = make_following_spec(
     served,
     model=served.model,
     graphdef=served.graphdef,
     params_tree=served.params_tree,
     params=served.params,
-    num_blocks=num_blocks,
-    attention=attention,
+    num_blocks=case.pool_tokens // served.block_size,
+    attention=choose_draft_attention(served.attention),
   )
+  made = draft_programs(spec, served, [shape], MAX_DRAFTS + 1)
+  return [
+    FollowingProgram("draft model's KV", spec, made[fill_key(shape)]),
+    FollowingProgram("draft model's proposals", spec, made[propose_key(shape)]),
+  ]
+
+
+def make_head_programs(case: ModelCase, served: ProgramSpec, shape: StepShape) -> list[FollowingProgram]:
+  """Returns the programs at a rung of an EAGLE-3 head of the model's width, and the step whose states it reads.
+
+  Args: as in make_draft_programs.
+  """
   model = served.model
-  of_head = dataclasses.replace(
+  layer = dataclasses.replace(
     model, num_layers=1, layer_attention=model.layer_attention[:1], vocab_size=model.vocab_size // 4
   )
   head = EagleFolder(
     path="",
     folder=_MODELS,
     config=EagleConfig(
-      model=of_head,
+      model=layer,
       target_dim=model.model_dim,
       feature_layers=(0, model.num_layers // 2, model.num_layers - 1),
       target_vocab_size=model.vocab_size,
@@ -182,20 +193,17 @@ def make_draft_programs(case: ModelCase, served: ProgramSpec, shape: StepShape) 
     form=WeightForm(flat=served.platform == "tpu"),
     kept={},
     stored={},
-    target_ids=np.zeros(of_head.vocab_size, np.int32),
-    attention=attention,
+    target_ids=np.zeros(layer.vocab_size, np.int32),
+    attention=choose_draft_attention(served.attention),
     block_bytes=0,
   )
   read = dataclasses.replace(served, feature_layers=head.feature_layers)
-  follows = head.make_spec(read, num_blocks)
-  of_draft = draft_programs(draft, served, [shape], MAX_DRAFTS + 1)
-  of_head = head.make_programs(follows, read, [shape], MAX_DRAFTS + 1)
+  spec = head.make_spec(read, case.pool_tokens // served.block_size)
+  made = head.make_programs(spec, read, [shape], MAX_DRAFTS + 1)
   return [
-    FollowingProgram("draft model's KV", draft, of_draft[fill_key(shape)]),
-    FollowingProgram("draft model's proposals", draft, of_draft[propose_key(shape)]),
     FollowingProgram("step with states", read, step_program(read, shape)),
-    FollowingProgram("head's KV", follows, of_head[fill_key(shape)]),
-    FollowingProgram("head's proposals", follows, of_head[propose_key(shape)]),
+    FollowingProgram("head's KV", spec, made[fill_key(shape)]),
+    FollowingProgram("head's proposals", spec, made[propose_key(shape)]),
   ]
 
 

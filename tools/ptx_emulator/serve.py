@@ -71,19 +71,20 @@ GPUS = ("h200", "sm_80", "sm_120")
 SHARE_LIMIT = 0.2  # largest difference of the shares of accepted drafts, since rounding changes proposals
 
 
+def _move_arrays(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Returns abstract arrays as whole ones of a mesh's device."""
+  whole = mesh_lib.replicated(mesh)
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+
+
 def place_on_gpu(spec: ProgramSpec, target: Target) -> ProgramSpec:
   """Returns a spec of a CPU's programs as one of a GPU's, with the same arrays."""
   mesh = mesh_lib.make_mesh(targets.devices(target))
-  whole = mesh_lib.replicated(mesh)
-
-  def move(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-
   return dataclasses.replace(
     spec,
     mesh=mesh,
-    params=tuple(map(move, spec.params)),
-    kv=tuple(map(move, spec.kv)),
+    params=_move_arrays(spec.params, mesh),
+    kv=_move_arrays(spec.kv, mesh),
     device_kind=mesh.devices.flat[0].device_kind,
     argmax="reference",
     sampling="reference",
@@ -97,16 +98,11 @@ def place_following_on_gpu(program: Program, target: Target) -> Program:
   function = program.function
   assert isinstance(function, functools.partial), "its spec is bound"
   spec = place_on_gpu(function.args[0], target)
-  whole = mesh_lib.replicated(spec.mesh)
-
-  def move(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
-
   return dataclasses.replace(
     program,
     function=functools.partial(function.func, spec, *function.args[1:]),
-    arguments=move(program.arguments),
-    results=move(program.results),
+    arguments=_move_arrays(program.arguments, spec.mesh),
+    results=_move_arrays(program.results, spec.mesh),
     compiler_options=device_programs.step_options(spec),
   )
 
@@ -341,8 +337,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   of_cpu = drafting if args.draft_model else options
   reference = build_engine(dataclasses.replace(of_cpu, attention="reference"), lambda *_: None, events.extend)
-  for engine in [built.engine] * (args.drafts or bool(args.draft_model)) + [reference.engine] * bool(args.draft_model):
-    verify_every_draft(engine)
+  if args.drafts or args.draft_model:
+    verify_every_draft(built.engine)
+  if args.draft_model:
+    verify_every_draft(reference.engine)
   expected = answer_requests(reference, events, prompts, args.tokens)
   if args.drafts:
     guess_answers(built.engine, expected)
