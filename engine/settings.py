@@ -269,7 +269,8 @@ class SchedulingSettings:
     0.0,
     "With --speculation: most times that a step may take as long with drafts as without. A larger limit shortens the "
     "mean time of a token, a smaller one keeps the gaps between tokens even. A step may also take as long as one in "
-    "twenty steps without drafts does. 0: 1.25 with --speculation=auto and no --draft_model, otherwise no limit.",
+    "twenty steps without drafts does. Where steps without drafts are longer than usual, as with long contexts, drafts "
+    "hardly lengthen them. 0: 1.25 with --speculation=auto and no --draft_model, otherwise no limit.",
     group=_BATCHING,
     at_least=0,
   )

@@ -15,6 +15,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.speculation.credit import DraftCredit
 from engine.speculation.draft_choice import DraftChoice, StepOption, add_caution, choose_drafts, limit_seconds
+from engine.speculation.step_quantile import StepQuantile
 from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
 # Of so many steps without drafts the time of one is noted, at 20 us right after a step: first this number, and twice as
@@ -29,6 +30,11 @@ _FIRST_DRAFTED = 2  # steps with drafts, of which none is noted: their code runs
 _LONG_ONE_IN = 20
 _RAISES_BY = 0.05
 _MOST_LATE_RATIO = 2.0
+# Beside the longest contexts, a plain step is among the longest gaps as it is, and drafts must not lengthen it. So a
+# step with drafts also takes at most the longest of three times: what this share of plain steps does not exceed, what
+# the median plain step may take with drafts, and this ratio of its own time without.
+_HIGH_SHARE = 0.985
+_LEAST_RATIO = 1.02
 
 
 class PlannedStep(NamedTuple):
@@ -84,6 +90,7 @@ class DraftCosts:
     # The same as the first two, of steps after which a draft model proposes.
     self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
     self._late_ratio = 1.0  # that of _LONG_ONE_IN
+    self._usual_step, self._high_step = StepQuantile(0.5), StepQuantile(_HIGH_SHARE)  # of plain steps
     self._num_drafted = 0  # steps with drafts, up to _FIRST_DRAFTED
     self.plain_seconds = 0.0
     self.next_note = 0
@@ -162,7 +169,10 @@ class DraftCosts:
     """
     if used is not None and used.knows_size(num_tokens):
       table, base = used, used.estimate_step(num_tokens)
-    longest = max(self._step_limit, self._late_ratio) * base
+    ratio = max(self._step_limit, self._late_ratio)
+    longest = ratio * base
+    if usual := self._usual_step.seconds:
+      longest = min(longest, max(_LEAST_RATIO * base, self._high_step.seconds, ratio * usual))
     return table.estimate_steps(num_tokens, most, as_measured=True), longest
 
   def _choose_with_next(
@@ -278,6 +288,8 @@ class DraftCosts:
       return
     if not (drafts or is_slowed or batch.num_proposals):
       self.plain_seconds = seconds
+      self._usual_step.note_step(seconds, num_steps)
+      self._high_step.note_step(seconds, num_steps)
     else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
       self._charge_step(len(batch.slots), num_tokens, seconds, has_next, is_trial=bool(drafts) or is_slowed)
@@ -330,6 +342,7 @@ class DraftCosts:
       "credit": [self.credit.steps, self.credit.look_steps],
       "plain_seconds": self.plain_seconds,
       "late_ratio": self._late_ratio,
+      "plain_quantiles": [self._usual_step.seconds, self._high_step.seconds],
       "num_drafted": self._num_drafted,
       "plain": [self._num_plain, self._noted_step, self._steps_a_note, self.next_note],
       "slowed_steps": sorted(self._slowed_steps),
@@ -342,7 +355,8 @@ class DraftCosts:
         table.restore_state(state[name])
     self.credit.steps, self.credit.look_steps = state["credit"]
     self.plain_seconds = state["plain_seconds"]
-    self._late_ratio = state.get("late_ratio", 1.0)  # traces of earlier versions lack both
+    self._late_ratio = state.get("late_ratio", 1.0)  # traces of earlier versions lack these three
+    self._usual_step.seconds, self._high_step.seconds = state.get("plain_quantiles", (0.0, 0.0))
     self._num_drafted = state.get("num_drafted", _FIRST_DRAFTED)
     self._num_plain, self._noted_step, self._steps_a_note, self.next_note = state["plain"]
     self._slowed_steps = set(state["slowed_steps"])

@@ -179,6 +179,38 @@ def test_a_limit_keeps_steps_with_drafts_short(overlap: bool):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_where_plain_steps_are_longer_than_usual_drafts_hardly_lengthen_them(overlap: bool):
+  """After 24 steps all later ones take twice as long. The first 62 tokens repeat nothing, then 200 copy the prompt."""
+  texts = {"a": ([*range(400)], [*range(500, 562), *range(10, 210)])}
+
+  def count_drafts(longer: float, draft_cost: float) -> int:
+    config = dataclasses.replace(CONFIG, overlap=overlap, draft_step_limit=1.25)
+    script = Script(config, texts, flat)
+    script.seconds = lambda num_tokens: (
+      (longer if len(script.outputs["a"]) > 24 else 1) * (0.01 + draft_cost * (num_tokens - 1))
+    )
+    return script.run().num_drafts
+
+  assert count_drafts(1, 0.0003) > 100, "as long as ever: within the limit of 1.25"
+  assert count_drafts(2, 0.0003) < 20, "a step with drafts would be among the longest"
+  assert count_drafts(2, 0.0) > 100, "drafts cost nothing"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_restored_scheduler_knows_how_long_plain_steps_usually_are(overlap: bool):
+  config = dataclasses.replace(CONFIG, overlap=overlap)
+  script = Script(config, {"a": new_text(3)}, lambda num_tokens: 0.01 + 0.001 * num_tokens).run()
+  saved = json.loads(json.dumps(scheduler_state(script.scheduler)))
+  costs = saved["speculation"]["costs"]
+  usual, high = costs["plain_quantiles"]
+  assert 0.01 < usual <= high < 0.02
+  twin = restore_scheduler(saved)
+  assert scheduler_state(twin)["speculation"]["costs"] == costs
+  del costs["plain_quantiles"]  # a trace of an earlier version
+  assert scheduler_state(restore_scheduler(saved))["speculation"]["costs"]["plain_quantiles"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_where_one_draft_is_too_long_requests_are_seldom_looked_at(overlap: bool):
   """Also if each request is a new one."""
 
