@@ -11,6 +11,16 @@ namespace sluice {
 constexpr int kColumns = 32;
 constexpr int64_t kPiece = 16;  // most rows that one piece of work prepares
 
+// Prefetches the bytes of a tile's own stream. kNear: bytes ahead. kLevel: of __builtin_prefetch for them; 3: into the
+// first-level cache, 2: into the second. kFar: bytes ahead, or 0, of lines that go into the second before.
+template <int64_t kNear, int kLevel = 2, int64_t kFar = 0>
+inline __attribute__((always_inline)) void prefetch_own(const void* own, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) {
+    __builtin_prefetch(static_cast<const char*>(own) + kNear + i, 0, kLevel);
+    if (kFar) __builtin_prefetch(static_cast<const char*>(own) + kFar + i, 0, 2);
+  }
+}
+
 // What the tiles of a block prefetch.
 struct Ahead {
   bool near;             // their own stream, a little ahead
@@ -18,25 +28,19 @@ struct Ahead {
   int64_t lines, terms;
   int64_t due = 0;
 
-  // Called for every term, with the bytes of the tile's own stream there. kNear: bytes ahead. kLevel: of
-  // __builtin_prefetch for them; 3: into the first-level cache, 2: into the second. kFar: bytes ahead, or 0, of lines that
-  // go into the second before.
-  template <int64_t kNear, int kLevel = 2, int64_t kFar = 0>
+  // Called for every term, with the bytes of the tile's own stream there.
+  template <int64_t kNear>
   inline __attribute__((always_inline)) void prefetch(const void* own, int64_t bytes) {
-    if (near)
-      for (int64_t i = 0; i < bytes; i += kLine) {
-        __builtin_prefetch(static_cast<const char*>(own) + kNear + i, 0, kLevel);
-        if (kFar) __builtin_prefetch(static_cast<const char*>(own) + kFar + i, 0, 2);
-      }
+    if (near) prefetch_own<kNear>(own, bytes);
     if ((due -= lines) < 0) {
       due += terms;
       __builtin_prefetch(far, 0, 2);
       far += kLine;
     }
   }
-  // The same for terms to which several lines may fall, and none of the tile's own stream.
-  void prefetch_lines() {
-    for (due -= lines; due < 0; due += terms, far += kLine) __builtin_prefetch(far, 0, 2);
+  // Called for every `count` terms, to which several lines may fall, by tiles that prefetch none of their own stream.
+  inline __attribute__((always_inline)) void prefetch_next(int64_t count) {
+    for (due -= count * lines; due < 0; due += terms, far += kLine) __builtin_prefetch(far, 0, 2);
   }
 };
 

@@ -119,7 +119,7 @@ void multiply_rows(const Rows<Vnni>& rows, int64_t count, const Layout& layout, 
       begin = 0;
       codes += layout.behind_bytes();
     }
-    ahead.prefetch_lines();
+    ahead.prefetch_next(1);
   };
   multiply_next(dots[0]);
   const Chunk* chunk = rows.chunks;

@@ -14,10 +14,12 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "pallas_kernels/native.h"
@@ -195,7 +197,7 @@ inline __attribute__((always_inline)) void expand_group(const Layout& layout, co
 // Bytes in their order, for vpdpbusd: unsigned codes times signed values, summed in 32 bits without saturation.
 struct Vnni {
   using Value = int8_t;
-  static constexpr int kRows = 6, kVectors = 2;  // with the sums of chunks and of rows in registers
+  static constexpr int kRows = 8, kVectors = 2, kTogether = 4;
   static bool available() {
     static const bool is = __builtin_cpu_supports("avx512vnni") != 0;
     return is;
@@ -220,7 +222,7 @@ struct Vnni {
 // Bytes in their order, for codes of 4 and 6 bits without VNNI: two products of at most 63 * 127 fit in 16 bits.
 struct Halves {
   using Value = int8_t;
-  static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2;
+  static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2, kTogether = 1;
   static inline __attribute__((always_inline)) IntVec values_at(const Value* four) {
     int32_t bits;
     std::memcpy(&bits, four, sizeof bits);
@@ -251,7 +253,7 @@ using Halves = struct Pairs;
 // and a pair times the odd ones.
 struct Pairs {
   using Value = int16_t;
-  static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2;
+  static constexpr int kRows = kRegisters == 32 ? 6 : 4, kVectors = 2, kTogether = 1;
   static inline __attribute__((always_inline)) IntVec multiply(IntVec codes, const Value* pair) {
 #if defined(__AVX512BW__) || defined(__AVX2__)
     int32_t bits;
@@ -346,6 +348,33 @@ void quantize_row(const float* x, const Layout& layout, int32_t zero, typename W
   }
 }
 
+// Tiles have up to 6 rows or an even number of them, and where several share a block at least 4, so few functions compile.
+constexpr int kSmallTile = 6;
+constexpr int least_tile(int most) { return most > 4 ? 4 : 2; }  // of several, and of at most `most` rows each
+constexpr int smaller_tile(int size) { return size > kSmallTile ? size - 2 : size - 1; }
+
+// How rows are shared among tiles of one size, at most `most`. The last tile may have fewer rows in use.
+struct Tiling {
+  int64_t rows, tiles = 1, of_tile;
+
+  Tiling(int64_t rows, int most) : rows(rows), of_tile(rows > kSmallTile ? (rows + 1) / 2 * 2 : rows) {
+    if (of_tile <= most) return;
+    of_tile = most;
+    for (int size = most; size >= least_tile(most); size = smaller_tile(size))
+      if (cost_of(size) < cost_of(of_tile)) of_tile = size;
+    tiles = tiles_of(of_tile);
+  }
+  int64_t tiles_of(int64_t size) const { return (rows + size - 1) / size; }
+  // Every tile reads the whole block, which takes as long as three rows more: 16 rows become 8 and 8, not 12 and 4.
+  int64_t cost_of(int64_t size) const { return tiles_of(size) * (size + 3); }
+};
+
+// Returns a number that no other call has.
+inline int64_t number_call() {
+  static std::atomic<int64_t> calls{0};
+  return calls.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
 // Rows as a product reads them: values, and the chunks of a row.
 template <typename Way>
 struct Rows {
@@ -356,6 +385,43 @@ struct Rows {
 
   Rows from(int64_t row) const { return {values + row * stride, stride, chunks + row * num_chunks, num_chunks}; }
 };
+
+// Rows as tiles read them, such that one address and constant distances reach a tile's rows: of each tile, values
+// [inputs / 4, R, 4] and chunks [chunks, R]. R may be more than the rows in use; nobody uses the results of the others.
+template <typename Way>
+struct TileRows {
+  const typename Way::Value* values;
+  const Chunk* chunks;
+
+  TileRows from(int64_t row, const Layout& layout) const {
+    return {values + row * layout.padded(), chunks + row * layout.chunks()};
+  }
+};
+
+// Lays out the rows of a call from `begin` on by tile, unless this thread did so last.
+template <typename Way>
+TileRows<Way> lay_out_rows(const Rows<Way>& rows, const Tiling& tiling, const Layout& layout, int64_t call,
+                           int64_t begin) {
+  if (tiling.of_tile == 1) return {rows.values, rows.chunks};
+  using Value = typename Way::Value;
+  static thread_local std::pair<int64_t, int64_t> laid_out;
+  static thread_local std::vector<Value> all_values;
+  static thread_local std::vector<Chunk> all_chunks;
+  if (laid_out == std::pair(call, begin)) return {align_to_line(all_values.data()), all_chunks.data()};
+  laid_out = {call, begin};
+  all_values.resize(tiling.tiles * tiling.of_tile * layout.padded() + kLine);
+  all_chunks.assign(tiling.tiles * tiling.of_tile * layout.chunks(), Chunk{});
+  Value* values = align_to_line(all_values.data());
+  for (int64_t m = 0; m < tiling.rows; ++m) {
+    const int64_t size = tiling.of_tile, tile = m / size * size;
+    const Rows<Way> row = rows.from(m);
+    Value* to = values + tile * layout.padded() + (m - tile) * 4;
+    for (int64_t k = 0; k < layout.padded(); k += 4, to += 4 * size) std::memcpy(to, row.values + k, 4 * sizeof(Value));
+    Chunk* chunks = all_chunks.data() + tile * layout.chunks() + (m - tile);
+    for (int64_t c = 0; c < layout.chunks(); ++c) chunks[c * size] = row.chunks[c];
+  }
+  return {values, all_chunks.data()};
+}
 
 // Returns the codes of inputs 4 * kPart to 4 * kPart + 3 of a step, a byte each in every lane.
 template <int kBits, int kPart>
@@ -372,9 +438,10 @@ inline __attribute__((always_inline)) IntVec codes_at(const uint8_t* step) {
 
 // y[R, V vectors from column `first`] = rows times those columns of a block. S: of scales and offsets, float or the bits
 // of a float16. supers: where superblocks' scales and offsets are or, with `expands`, where this tile writes them first.
-// kSteps: of each group, which is one chunk; 0: the layout says it.
-template <typename Way, int kBits, int R, int V, typename S, int kSteps>
-void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
+// kSteps: of each group, which is one chunk; 0: the layout says it. kAlone: the tile prefetches its own stream, not the
+// next block.
+template <typename Way, int kBits, int R, int V, typename S, int kSteps, bool kAlone>
+void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
                    float (*y)[kColumns], uint16_t* supers, bool expands, Ahead& state) {
   Ahead ahead = state;
   constexpr int64_t kStep = step_inputs(kBits), kBytes = kStep * kColumns * kBits / 8;
@@ -382,6 +449,13 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
   constexpr bool kWhole = kBits == 8 && sizeof(S) == 4;
   constexpr int64_t kNear = 3 << 10, kFar = kWhole ? 0 : 8 << 10;
   constexpr int kLevel = kWhole ? 2 : 3;
+  const auto prefetch = [&](const void* own, int64_t bytes) __attribute__((always_inline)) {
+    if (kAlone) {
+      prefetch_own<kNear, kLevel, kFar>(own, bytes);
+    } else {
+      ahead.prefetch_next(1);
+    }
+  };
   const auto* values = rows.values;
   Vec sums[R][V];
 #pragma GCC unroll 16
@@ -390,34 +464,34 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   const Chunk* chunk = rows.chunks;
   const uint8_t *w = block + 4 * first, *super = nullptr;
+  int64_t of_super = 0;  // the group's number in its superblock
   for (int64_t g = 0; g < layout.num_groups; ++g) {
-    if (layout.begins_super(g)) {
+    if (layout.of_super && of_super == 0) {
       super = w - 4 * first;
-      ahead.prefetch<kNear, kLevel, kFar>(super, layout.super_bytes());
+      prefetch(super, layout.super_bytes());
       w += layout.super_bytes();
     }
     uint16_t* own = supers + g * layout.value_rows * kColumns;
-    if (layout.of_super && expands) expand_group(layout, super, g % layout.of_super, own);
+    if (layout.of_super && expands) expand_group(layout, super, of_super, own);
+    if (++of_super == layout.of_super) of_super = 0;
     // Behind the group's codes, whose columns are 4 bytes each.
     const S* scales = reinterpret_cast<const S*>(w - 4 * first + layout.code_bytes) + first;
     if (layout.of_super) scales = reinterpret_cast<const S*>(own) + first;
-    for (int64_t begin = 0; begin < (kSteps ? 1 : layout.group); begin += layout.chunk, ++chunk) {
+    for (int64_t begin = 0; begin < (kSteps ? 1 : layout.group); begin += layout.chunk, chunk += R) {
       IntVec dots[R][V];
 #pragma GCC unroll 16
       for (int m = 0; m < R; ++m)
 #pragma GCC unroll 8
-        for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m * rows.num_chunks].start);
+        for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m].start);
       const int64_t steps = kSteps ? kSteps : std::min(layout.chunk, layout.group - begin) / kStep;
-#pragma GCC unroll 4
-      for (int64_t k = 0; k < steps; ++k, w += kBytes, values += kStep) {
-        ahead.prefetch<kNear, kLevel, kFar>(w, kBytes);
+      const auto add_step = [&](int64_t k) __attribute__((always_inline)) {
         const auto add_part = [&](auto part) __attribute__((always_inline)) {
           IntVec codes[V];
 #pragma GCC unroll 8
-          for (int j = 0; j < V; ++j) codes[j] = codes_at<kBits, part>(w + j * 4 * kLanes);
+          for (int j = 0; j < V; ++j) codes[j] = codes_at<kBits, part>(w + k * kBytes + j * 4 * kLanes);
 #pragma GCC unroll 16
           for (int m = 0; m < R; ++m) {
-            const auto four = Way::values_at(values + m * rows.stride + 4 * part);
+            const auto four = Way::values_at(values + k * kStep * R + 4 * (part * R + m));
 #pragma GCC unroll 8
             for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], codes[j], four);
           }
@@ -427,6 +501,26 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
         if constexpr (kBits == 6) {
           add_part(std::integral_constant<int, 2>());
           add_part(std::integral_constant<int, 3>());
+        }
+      };
+      // Steps between two looks at what to prefetch.
+      constexpr int kTogether = kSteps == 1 ? 1 : kBits == 6 ? std::min(2, Way::kTogether) : Way::kTogether;
+      int64_t k = 0;
+      for (; kTogether > 1 && k + kTogether <= steps; k += kTogether) {
+        if (!kAlone) ahead.prefetch_next(kTogether);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTogether; ++i) {
+          if (kAlone) prefetch_own<kNear, kLevel, kFar>(w + i * kBytes, kBytes);
+          add_step(i);
+        }
+        w += kTogether * kBytes;
+        values += kTogether * kStep * R;
+      }
+      if constexpr (kSteps % kTogether != 0 || kSteps == 0 || kTogether == 1) {
+#pragma GCC unroll 4
+        for (; k < steps; ++k, w += kBytes, values += kStep * R) {
+          prefetch(w, kBytes);
+          add_step(0);
         }
       }
       const auto add_dots = [&](auto has_offsets) __attribute__((always_inline)) {
@@ -438,12 +532,12 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
         }
 #pragma GCC unroll 16
         for (int m = 0; m < R; ++m) {
-          const Chunk& own = chunk[m * rows.num_chunks];
+          const Chunk& of_row = chunk[m];
 #pragma GCC unroll 8
           for (int j = 0; j < V; ++j) {
             const Vec dot = __builtin_convertvector(dots[m][j], Vec);
-            sums[m][j] = fused(every(own.factor), dot * scale[j], sums[m][j]);
-            if (has_offsets) sums[m][j] = fused(every(own.sum), offset[j], sums[m][j]);
+            sums[m][j] = fused(every(of_row.factor), dot * scale[j], sums[m][j]);
+            if (has_offsets) sums[m][j] = fused(every(of_row.sum), offset[j], sums[m][j]);
           }
         }
       };
@@ -453,7 +547,7 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
         add_dots(std::false_type());
       }
     }
-    ahead.prefetch<kNear, kLevel, kFar>(scales, layout.behind_bytes());
+    prefetch(scales, layout.behind_bytes());
     w += layout.behind_bytes();
   }
 #pragma GCC unroll 16
@@ -463,22 +557,30 @@ void multiply_tile(const Rows<Way>& rows, const Layout& layout, const uint8_t* b
   state = ahead;
 }
 
-// The same for a whole block of columns, in as many passes as needed.
+// The same for a whole block of columns, in as many passes as needed. size: R of the tile.
 template <typename Way, int kBits, typename S, int R = Way::kRows>
-void multiply_tiles(int count, const Rows<Way>& rows, const Layout& layout, const uint8_t* block, float (*y)[kColumns],
-                    uint16_t* supers, bool expands, Ahead& ahead) {
+void multiply_tiles(int64_t size, const TileRows<Way>& rows, const Layout& layout, const uint8_t* block,
+                    float (*y)[kColumns], uint16_t* supers, bool expands, Ahead& ahead) {
   if constexpr (R > 1) {
-    if (count < R) return multiply_tiles<Way, kBits, S, R - 1>(count, rows, layout, block, y, supers, expands, ahead);
+    if (size < R)
+      return multiply_tiles<Way, kBits, S, smaller_tile(R)>(size, rows, layout, block, y, supers, expands, ahead);
   }
   constexpr int V = Way::kVectors, kPass = V * kLanes;
   const auto multiply_passes = [&](auto steps) __attribute__((always_inline)) {
     for (int j = 0; j < kColumns; j += kPass) {
-      multiply_tile<Way, kBits, R, V, S, steps>(rows, layout, block, j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]),
-                                                supers, expands && j == 0, ahead);
+      const auto multiply = [&](auto is_alone) __attribute__((always_inline)) {
+        multiply_tile<Way, kBits, R, V, S, steps, is_alone>(
+            rows, layout, block, j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), supers, expands && j == 0, ahead);
+      };
+      if (ahead.near) {
+        multiply(std::true_type());
+      } else if constexpr (R >= least_tile(Way::kRows) || kPass < kColumns) {
+        multiply(std::false_type());
+      }
       ahead.near = false;  // the first pass has brought the block into the cache
     }
   };
-  if constexpr (sizeof(S) == 2 && kBits != 8) {  // the groups of int4 and of GGUF's types
+  if constexpr (sizeof(S) == 2) {  // the groups of int4 and of GGUF's types
     constexpr int64_t kStep = step_inputs(kBits);
     if (layout.group == 32) return multiply_passes(std::integral_constant<int, 32 / kStep>());
     if (kBits == 6 && layout.group == 16) return multiply_passes(std::integral_constant<int, kBits == 6 ? 1 : 0>());
@@ -522,34 +624,32 @@ void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide,
   }
 }
 
-// Multiplies `count` rows by one block of columns, of which `columns` are in use. y, residual: of the first row, with N
-// numbers from row to row. next, lines: the thread's next block, for several tiles to prefetch, and its cache lines.
+// Multiplies rows by one block of columns, of which `columns` are in use. y, residual: of the first row, with N numbers
+// from row to row. next, lines: the thread's next block, for several tiles to prefetch, and its cache lines.
 template <typename Way, int kBits, typename S, typename O>
-void multiply_block(const Rows<Way>& rows, int64_t count, const Layout& layout, const uint8_t* block, int64_t columns,
-                    const O* residual, O* y, int64_t N, const uint8_t* next, int64_t lines) {
-  // Tiles of even size: 8 rows become 4 and 4, not 6 and 2.
-  const int64_t tiles = (count + Way::kRows - 1) / Way::kRows, of_tile = (count + tiles - 1) / tiles;
+void multiply_block(const TileRows<Way>& rows, const Tiling& tiling, const Layout& layout, const uint8_t* block,
+                    int64_t columns, const O* residual, O* y, int64_t N, const uint8_t* next, int64_t lines) {
   const int64_t passes = kColumns / (Way::kVectors * kLanes);
   if constexpr (kBits == 6) {
-    if (tiles > 1) {  // each would take the codes apart again
+    if (tiling.tiles > 1) {  // each would take the codes apart again
       const Layout wide = layout.widened();
       static thread_local std::vector<uint8_t> codes;
       codes.resize(wide.block_bytes());
       widen_block<kBits>(layout, block, wide, codes.data());
-      return multiply_block<Way, 8, S, O>(rows, count, wide, codes.data(), columns, residual, y, N, next, lines);
+      return multiply_block<Way, 8, S, O>(rows, tiling, wide, codes.data(), columns, residual, y, N, next, lines);
     }
   }
   static thread_local std::vector<uint16_t> supers;
   if (layout.of_super) supers.resize(layout.num_groups * layout.value_rows * kColumns);
   const int64_t supers_of_block = layout.of_super ? layout.num_groups / layout.of_super : 0;
   const int64_t terms =
-      tiles * passes * (layout.padded() / step_inputs(kBits) + layout.num_groups + supers_of_block);
-  Ahead ahead{tiles == 1, reinterpret_cast<const char*>(next), tiles == 1 ? 0 : lines, terms};
-  float result[Way::kRows][kColumns];
-  for (int64_t first = 0; first < count; first += of_tile) {
-    const int some = static_cast<int>(std::min(of_tile, count - first));
-    multiply_tiles<Way, kBits, S>(some, rows.from(first), layout, block, result, supers.data(), first == 0, ahead);
-    for (int i = 0; i < some; ++i) {
+      tiling.tiles * passes * (layout.padded() / step_inputs(kBits) + layout.num_groups + supers_of_block);
+  Ahead ahead{tiling.tiles == 1, reinterpret_cast<const char*>(next), tiling.tiles == 1 ? 0 : lines, terms};
+  alignas(kLine) float result[Way::kRows][kColumns];
+  for (int64_t first = 0; first < tiling.rows; first += tiling.of_tile) {
+    multiply_tiles<Way, kBits, S>(tiling.of_tile, rows.from(first, layout), layout, block, result, supers.data(),
+                                  first == 0, ahead);
+    for (int64_t i = 0; i < std::min(tiling.of_tile, tiling.rows - first); ++i) {
       const int64_t at = (first + i) * N;
       finish<O>(result[i], columns, nullptr, residual ? residual + at : nullptr, y + at);
     }
@@ -588,6 +688,7 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
                         values + m * stride, chunks + m * layout.chunks());
     }
   };
+  const int64_t call = number_call();
   const auto product = [=](int64_t block, int64_t stop, int64_t begin, int64_t count) {
     const auto rows = Rows<Way>{values, stride, chunks, layout.chunks()}.from(begin);
 #if SLUICE_AMX
@@ -597,10 +698,12 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
                                               residual ? residual + begin * N : nullptr, y + begin * N, N);
     }
 #endif
+    const Tiling tiling(count, layout.chunk > 32 ? Way::kRows : std::min(Way::kRows, kSmallTile));
+    const TileRows<Way> by_tile = lay_out_rows(rows, tiling, layout, call, begin);
     const int64_t bytes = layout.block_bytes();
     for (; block < stop; ++block) {
       const int64_t at = begin * N + block * kColumns;
-      multiply_block<Way, kBits, S, O>(rows, count, layout, weight + block * bytes,
+      multiply_block<Way, kBits, S, O>(by_tile, tiling, layout, weight + block * bytes,
                                        std::min<int64_t>(kColumns, N - block * kColumns),
                                        residual ? residual + at : nullptr, y + at, N, weight + (block + 1) * bytes,
                                        bytes / kLine);

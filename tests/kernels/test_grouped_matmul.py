@@ -362,14 +362,14 @@ def test_a_processor_without_vnni_gives_the_same_bits(with_bug: Callable[..., No
 _BUGS = {
   "zero_left_out": ("chunk.start = -zero * sum;", "chunk.start = 0;"),
   "sum_without_factor": ("chunk.factor * static_cast<float>(sum);", "static_cast<float>(sum);"),
-  "factor_of_another_row": ("every(own.factor)", "every(chunk->factor)"),
-  "start_of_another_row": ("all_ints(chunk[m * rows.num_chunks].start)", "all_ints(chunk->start)"),
+  "factor_of_another_row": ("every(of_row.factor)", "every(chunk->factor)"),
+  "start_of_another_row": ("all_ints(chunk[m].start)", "all_ints(chunk->start)"),
   "scales_of_the_first_group": (
     "(w - 4 * first + layout.code_bytes)",
     "(block + layout.code_bytes)",
   ),
   "scales_instead_of_offsets": ("load_value(scales + kColumns + j * kLanes)", "load_value(scales + j * kLanes)"),
-  "values_of_another_row": ("values_at(values + m * rows.stride + 4 * part);", "values_at(values + 4 * part);"),
+  "values_of_another_row": ("values + k * kStep * R + 4 * (part * R + m)", "values + k * kStep * R + 4 * part * R"),
   "upper_halves_left_out": ("if constexpr (kBits != 8) add_part(", "if constexpr (kBits == 6) add_part("),
   "bits_of_other_inputs": ("kPart == 1 ? all << 2 : kPart == 2 ? all", "kPart == 1 ? all : kPart == 2 ? all << 2"),
   "last_chunk_too_long": ("std::min(layout.chunk, layout.group - begin) / kStep", "layout.chunk / kStep"),
@@ -380,13 +380,22 @@ _BUGS = {
     "reinterpret_cast<const S*>(own) + first",
     "reinterpret_cast<const S*>(supers) + first",
   ),
-  "superblocks_expanded_once": ("supers.data(), first == 0, ahead", "supers.data(), block == nullptr, ahead"),
+  "superblocks_expanded_once": ("first == 0, ahead);", "block == nullptr, ahead);"),
   "offsets_for_another_zero": ("zero(bits == 4 ? 8 : 16)", "zero(8)"),
   "widened_superblocks_of_one_group": (
     "super, g % layout.of_super, reinterpret_cast<uint16_t*>(to)",
     "super, 0, reinterpret_cast<uint16_t*>(to)",
   ),
   "wrong_block_of_columns": ("weight + block * bytes,", "weight,"),
+  "rows_of_an_earlier_call": ("laid_out == std::pair(call, begin)", "laid_out.second == begin && laid_out.first"),
+  "rows_of_the_first_tile": ("rows.from(first, layout)", "rows.from(0, layout)"),
+  "inputs_of_a_row_together": ("to += 4 * size)", "to += 4)"),
+  "chunks_of_a_row_together": ("chunks[c * size] = row.chunks[c]", "chunks[c] = row.chunks[c]"),
+  "rows_of_the_last_tile_left_out": (
+    "tiles = tiles_of(of_tile);",
+    "tiles = rows / of_tile; this->rows -= rows % of_tile;",
+  ),
+  "groups_of_the_first_superblock": ("if (++of_super == layout.of_super) of_super = 0;", "++of_super;"),
 }
 
 
