@@ -464,16 +464,16 @@ void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_
     for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   const Chunk* chunk = rows.chunks;
   const uint8_t *w = block + 4 * first, *super = nullptr;
-  int64_t of_super = 0;  // the group's number in its superblock
+  int64_t in_super = 0;  // the group's number in its superblock
   for (int64_t g = 0; g < layout.num_groups; ++g) {
-    if (layout.of_super && of_super == 0) {
+    if (layout.of_super && in_super == 0) {
       super = w - 4 * first;
       prefetch(super, layout.super_bytes());
       w += layout.super_bytes();
     }
     uint16_t* own = supers + g * layout.value_rows * kColumns;
-    if (layout.of_super && expands) expand_group(layout, super, of_super, own);
-    if (++of_super == layout.of_super) of_super = 0;
+    if (layout.of_super && expands) expand_group(layout, super, in_super, own);
+    if (++in_super == layout.of_super) in_super = 0;
     // Behind the group's codes, whose columns are 4 bytes each.
     const S* scales = reinterpret_cast<const S*>(w - 4 * first + layout.code_bytes) + first;
     if (layout.of_super) scales = reinterpret_cast<const S*>(own) + first;

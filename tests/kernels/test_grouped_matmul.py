@@ -395,7 +395,7 @@ _BUGS = {
     "tiles = tiles_of(of_tile);",
     "tiles = rows / of_tile; this->rows -= rows % of_tile;",
   ),
-  "groups_of_the_first_superblock": ("if (++of_super == layout.of_super) of_super = 0;", "++of_super;"),
+  "groups_of_the_first_superblock": ("if (++in_super == layout.of_super) in_super = 0;", "++in_super;"),
 }
 
 
