@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.device import kv_cache
 from engine.device.draft_programs import choose_draft_attention, make_following_spec
-from engine.device.eagle_programs import head_programs
+from engine.device.eagle_programs import head_programs, make_features_shape
 from engine.device.mesh import place_array
 from engine.device.programs import Program, ProgramSpec
 from engine.device.safetensors_file import StoredTensor
@@ -98,7 +98,7 @@ class EagleFolder:
   def make_spec(self, target: ProgramSpec, num_blocks: int) -> ProgramSpec:
     """Returns the spec of the head's programs beside those of `target`, with as many KV blocks.
 
-    Its last buffer is [blocks, D], the feature of each block's last known token.
+    Its last buffer has the feature of each block's last known token.
     """
     declared = declare_head(self.config, self.dtype, self.form)
     served = nnx.merge(target.graphdef, jax.tree.unflatten(target.params_tree, target.params))
@@ -115,8 +115,8 @@ class EagleFolder:
       num_blocks=num_blocks,
       attention=self.attention,
     )
-    features = target.whole((num_blocks + 1, self.config.model.model_dim), self.dtype)
-    return dataclasses.replace(spec, kv=(*spec.kv, features))
+    shape = make_features_shape(num_blocks + 1, self.config.model.model_dim, self.attention)
+    return dataclasses.replace(spec, kv=(*spec.kv, target.whole(shape, self.dtype)))
 
   def make_programs(
     self, spec: ProgramSpec, target: ProgramSpec, rungs: Sequence[StepShape], num_proposals: int
@@ -196,6 +196,7 @@ def open_eagle_head(path: str, folder: pathlib.Path, served: ServedModel) -> Eag
     raise ConfigError(f"{folder}: {error}; set --matmul=xla") from error
   attention = choose_draft_attention(served.attention)
   block_bytes = kv_cache.bytes_per_block(config.model, served.block_size, served.kv_dtype, attention)
+  feature = math.prod(make_features_shape(1, config.model.model_dim, attention))
   return EagleFolder(
     path=path,
     folder=folder,
@@ -206,7 +207,7 @@ def open_eagle_head(path: str, folder: pathlib.Path, served: ServedModel) -> Eag
     stored=stored,
     target_ids=target_ids,
     attention=attention,
-    block_bytes=block_bytes + config.model.model_dim * served.dtype.itemsize,
+    block_bytes=block_bytes + feature * served.dtype.itemsize,
   )
 
 

@@ -22,6 +22,7 @@ from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
 from models.eagle_head import EmbeddedHead
 from pallas_kernels.argmax.api import argmax
+from pallas_kernels.row_copies.api import make_buffer_shape, read_rows, write_rows
 
 
 class _NextTokens(NamedTuple):
@@ -36,33 +37,50 @@ def _merge_head(spec: ProgramSpec, params: tuple[jax.Array, ...]) -> EmbeddedHea
   return nnx.merge(spec.graphdef, jax.tree.unflatten(spec.params_tree, params))
 
 
+def choose_row_copies(attention: str) -> str:
+  """Returns what reads and writes the buffer of features beside an implementation of attention."""
+  return "tpu" if attention == "tpu" else "reference"
+
+
+def make_features_shape(num_blocks: int, width: int, attention: str) -> tuple[int, ...]:
+  """Returns the shape of the buffer with a feature of `width` numbers a block."""
+  return make_buffer_shape(num_blocks, width, choose_row_copies(attention))
+
+
+def _read_features(spec: ProgramSpec, stored: jax.Array, inputs: ModelInput, positions: jax.Array) -> jax.Array:
+  """Returns for each row the stored feature of the block with a position, [S, D]. Args: positions: int32[S]."""
+  pages = jnp.maximum(positions, 0) // spec.block_size
+  blocks = jnp.take_along_axis(inputs.block_tables, pages[:, None], axis=1)[:, 0]
+  return read_rows(stored, blocks, spec.model.model_dim, choose_row_copies(spec.attention))
+
+
 def shift_features(
-  fused: jax.Array, stored: jax.Array, inputs: ModelInput, row_of_token: jax.Array, block_size: int
+  spec: ProgramSpec, fused: jax.Array, stored: jax.Array, inputs: ModelInput, row_of_token: jax.Array
 ) -> jax.Array:
   """Returns the feature of the position before each token of a step, [T, D]; arbitrary at padding.
 
   Args:
+    spec: of the head.
     fused: [T, D], features of the step's own positions.
-    stored: [P, D], that of each block's last known token.
+    stored: of `make_features_shape`, that of each block's last known token.
     row_of_token: int32[T].
   """
   starts = inputs.query_starts[:-1]
   first = inputs.positions[jnp.minimum(starts, fused.shape[0] - 1)]
-  pages = jnp.maximum(first - 1, 0) // block_size
-  carried = stored[jnp.take_along_axis(inputs.block_tables, pages[:, None], axis=1)[:, 0]]
+  carried = _read_features(spec, stored, inputs, first - 1)
   is_first = starts[row_of_token] == jnp.arange(fused.shape[0], dtype=jnp.int32)
   return jnp.where(is_first[:, None], carried[row_of_token], jnp.roll(fused, 1, axis=0))
 
 
 def store_features(
+  spec: ProgramSpec,
   stored: jax.Array,
   fused: jax.Array,
   inputs: ModelInput,
   row_of_token: jax.Array,
   following: _NextTokens,
-  block_size: int,
 ) -> jax.Array:
-  """Returns [P, D] with the feature of each block's last known token, after a step.
+  """Returns `stored` with the feature of each block's last known token, after a step.
 
   A block's last known token is its last one, or before that the row's last token that is no rejected draft. Args: as in
   shift_features.
@@ -71,9 +89,9 @@ def store_features(
   kept = jnp.where(following.is_live, following.positions - 1, inputs.positions[ends])[row_of_token]
   positions = inputs.positions
   in_use = jnp.arange(fused.shape[0], dtype=jnp.int32) < inputs.num_tokens
-  is_last = (positions == kept) | ((positions < kept) & (positions % block_size == block_size - 1))
-  blocks = jnp.where(in_use & is_last, inputs.slot_mapping // block_size, stored.shape[0])
-  return stored.at[blocks].set(fused, mode="drop")
+  is_last = (positions == kept) | ((positions < kept) & (positions % spec.block_size == spec.block_size - 1))
+  blocks = jnp.where(in_use & is_last, inputs.slot_mapping // spec.block_size, stored.shape[0])
+  return write_rows(stored, blocks, fused, choose_row_copies(spec.attention))
 
 
 def _fill_head(
@@ -95,10 +113,10 @@ def _fill_head(
   row = jnp.sum(inputs.query_starts[None, 1:] <= line[:, None], axis=1, dtype=jnp.int32)
   row = jnp.minimum(row, layout.shape.rows - 1)
   fused = head.fuse_features(states, inputs.num_tokens)
-  shifted = shift_features(fused, stored, inputs, row, spec.block_size)
+  shifted = shift_features(spec, fused, stored, inputs, row)
   # The write into `stored` depends on the reads before it. Otherwise XLA would copy the buffer.
   shifted, stored = lax.optimization_barrier((shifted, stored))
-  stored = store_features(stored, fused, inputs, row, following, spec.block_size)
+  stored = store_features(spec, stored, fused, inputs, row, following)
   qkv = head.project(model.look_up(tokens, shifted.dtype), shifted, inputs.positions, inputs.num_tokens)
   # Nothing reads the attention's output, so rows look as if they began with the step: it stays short.
   counts = inputs.query_starts[1:] - inputs.query_starts[:-1]
@@ -160,8 +178,7 @@ def propose_with_head(
   pool, stored = _fill_head(spec, layout, model, kv, before, inputs, states, following)
   head, passes = model.head, PassesAhead(spec, layout, inputs)
   tokens, positions, is_live = following
-  pages = jnp.maximum(positions - 1, 0) // spec.block_size
-  features = stored[jnp.take_along_axis(inputs.block_tables, pages[:, None], axis=1)[:, 0]]
+  features = _read_features(spec, stored, inputs, positions - 1)
   found = []
   for _ in range(num_proposals):  # a loop on the device would copy the KV
     meta = passes.make_meta(positions, is_live)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from flax import nnx
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from engine.device import draft_model, eagle_programs, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.draft_folder import open_draft
 from engine.device.draft_model import DraftModel
@@ -98,21 +100,62 @@ def make_eagle_runner(folder: Path) -> ModelRunner:
   return made
 
 
-@pytest.mark.parametrize("sizes", [SHARED, OWN], ids=["shared", "own"])
-def test_proposals_are_those_of_the_reference(sizes: HeadSizes, tmp_path: Path):
-  """Chunks of prompts, decodes, right and wrong drafts, tokens in flight and lost slots leave no other feature."""
-  tensors = make_tensors(sizes, 7)
-  runner = make_eagle_runner(write_head(tmp_path / "head", sizes.make_config(), tensors))
+def check_proposals(
+  sizes: HeadSizes, tensors: dict[str, np.ndarray], folder: Path, seeds: int, count: int
+) -> tuple[ProposalChecker, DraftCounts]:
+  """Serves `count` requests a seed with a head, and compares its proposals with those of the reference."""
+  runner = make_eagle_runner(write_head(folder, sizes.make_config(), tensors))
   proposer = DenseProposer(sizes, tensors, random_params(TARGET, F32))
   proposer([1, 2], 1)  # compiles
   runner.seal()
   checker, counts = ProposalChecker(runner, proposer, NUM_PROPOSALS, MAX_LEN, 1), DraftCounts()
-  for seed in range(2):
-    counts += serve_with_drafts(checker, limits_of(runner), seed, count=16)
+  for seed in range(seeds):
+    counts += serve_with_drafts(checker, limits_of(runner), seed, count=count)
+  assert runner.compiles_after_ready == 0
+  return checker, counts
+
+
+@pytest.mark.parametrize("sizes", [SHARED, OWN], ids=["shared", "own"])
+def test_proposals_are_those_of_the_reference(sizes: HeadSizes, tmp_path: Path):
+  """Chunks of prompts, decodes, right and wrong drafts, tokens in flight and lost slots leave no other feature."""
+  tensors = make_tensors(sizes, 7)
+  checker, counts = check_proposals(sizes, tensors, tmp_path / "head", seeds=2, count=16)
   assert counts.accepted > 100 and counts.rejected > 50 and counts.in_flight > 20 and counts.preempted > 1, counts
   assert counts.across > 5, counts
   assert checker.num_checked > 100 and checker.num_after_drafts > 15 and checker.num_after_chunks > 1
-  assert runner.compiles_after_ready == 0
+
+
+def call_checked(compiled: jax.stages.Compiled):
+  """Stands in for step_call.call_unchecked: only JAX's own call passes the tokens of the simulator's callbacks."""
+
+  def call(*leaves: jax.Array) -> list[jax.Array]:
+    arguments, _ = jax.tree.unflatten(compiled.in_tree, leaves)
+    return jax.tree.leaves(compiled(*arguments))
+
+  return call
+
+
+@pytest.mark.kernels
+def test_proposals_with_the_buffer_of_a_tpu_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  """Features of 24 numbers lie in rows of 1024, and the kernels that copy them run in Pallas' simulator."""
+  monkeypatch.setattr(eagle_programs, "choose_row_copies", lambda attention: "tpu")
+  monkeypatch.setattr(draft_model, "call_unchecked", call_checked)
+  pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
+  try:
+    checker, counts = check_proposals(OWN, make_tensors(OWN, 7), tmp_path / "head", seeds=1, count=4)
+  finally:
+    pltpu.set_tpu_interpret_mode(None)
+    pltpu.reset_tpu_interpret_mode_state()
+  assert counts.accepted > 10 and counts.rejected > 5 and checker.num_checked > 10, counts
+
+
+@pytest.mark.parametrize(("attention", "numbers"), [("reference", 32), ("tpu", 8 * 128)])
+def test_a_block_counts_the_feature_as_the_device_holds_it(attention: str, numbers: int, tmp_path: Path):
+  folder = write_head(tmp_path / "head", SHARED.make_config(), make_tensors(SHARED, 3))
+  served = dataclasses.replace(describe_served(folder), attention=attention, block_size=32)
+  opened = open_eagle_head(str(folder), folder, served)
+  keys_and_values = kv_cache.bytes_per_block(opened.config.model, 32, F32, attention)
+  assert opened.block_bytes == keys_and_values + 4 * numbers
 
 
 def test_features_are_the_inputs_of_layers():

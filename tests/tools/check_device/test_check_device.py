@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tools.check_device import facts, judge
+from engine.shapes import StepShape
+from tools.check_device import facts, judge, programs
 from tools.check_device.facts import KernelUse, Thunk
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -424,6 +425,15 @@ def test_a_compiler_that_is_missing_is_one_violation_and_its_message():
   )
   assert done.returncode == 1 and "h200, tiny: exit code" in done.stderr, done.stderr
   assert done.stdout.endswith("0 rungs compiled, 1 violations\n")
+
+
+def test_the_features_of_a_head_fill_whole_tiles_of_a_tpu():
+  """A TPU would pad other rows, and then KV takes more memory than the engine counted."""
+  case = programs.case("tiny")
+  served = programs.make_spec(case, jax.devices("cpu")[:1], "tpu", 3)
+  _, _, proposals = programs.make_head_programs(case, served, StepShape(8, 8, 8))
+  pool, features = proposals.spec.kv
+  assert features.shape == (pool.shape[0], 8, 128)
 
 
 def test_a_job_that_is_none_is_refused():
