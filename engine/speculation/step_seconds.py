@@ -16,7 +16,8 @@ import itertools
 from engine.shapes import ShapeLadder
 
 UNKNOWN = float("inf")  # seconds of a size that is too far from the measured ones to be tried
-# Measurements that make a size known. The least counts: a size that seems cheap is used, and so measured again.
+# Measurements that make a size known. The least counts: a size that seems cheap is used, and so measured again. Then it
+# is one of those that have a mean.
 _FEW = 3
 _MANY = 8  # measurements from which on a change is one of all sizes
 _RECENT = 0.1  # weight of a measurement among the later ones
@@ -77,7 +78,8 @@ class StepSeconds:
       return 1.0
     factor = 1.0
     seconds = min(max(seconds, known / _MOST_CHANGE), _MOST_CHANGE * known)
-    changed = known + _RECENT * (seconds - known)
+    weight = _RECENT if count >= _MANY else 1 / (count - _FEW + 2)
+    changed = known + weight * (seconds - known)
     if count >= _MANY:
       factor = changed / known
       self._scale *= factor

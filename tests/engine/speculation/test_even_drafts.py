@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 import dataclasses
+import math
+import random
 import statistics
 
 import pytest
@@ -16,6 +18,8 @@ ROWS, TOKENS = 8, 96
 # weights from eight tokens on, and one on cores that do not yet.
 STEEP = {1: 7.5, 2: 8.5, 4: 10.5, 8: 15.0, 16: 23.0, 32: 35.0, 256: 250.0}
 GENTLE = {1: 17.5, 2: 18.0, 4: 23.5, 8: 28.0, 16: 38.0, 32: 60.0, 256: 400.0}
+# The same model on an Intel Xeon (Cascade Lake), where two drafts a row bring 1.33 times the speed of none.
+EVEN = {1: 23.5, 4: 24.0, 8: 25.4, 16: 32.5, 24: 38.4, 32: 48.2, 256: 300.0}
 
 
 def times_of(table: dict[int, float]) -> Callable[[int], float]:
@@ -30,11 +34,22 @@ def times_of(table: dict[int, float]) -> Callable[[int], float]:
   return seconds
 
 
-def serve_turns(table: dict[int, float], acceptance: float, speculation: str, num_turns: int) -> list[float]:
+def vary(seconds: Callable[[int], float], seed: int) -> Callable[[int], float]:
+  """Returns the times of steps that vary by a tenth, of which one in fifty takes up to twice as long."""
+  rng = random.Random(seed)
+
+  def varied(num_tokens: int) -> float:
+    factor = math.exp(rng.gauss(0, 0.1))
+    return seconds(num_tokens) * factor * (1 + rng.random() if rng.random() < 0.02 else 1)
+
+  return varied
+
+
+def serve_turns(seconds_of: Callable[[int], float], acceptance: float, speculation: str, num_turns: int) -> list[float]:
   """Returns the seconds of each turn, in which all rows begin together; one scheduler serves all turns."""
   config = dataclasses.replace(CONFIG, token_budgets=(8, 32, 256), prefill_chunk=256, num_speculative_tokens=3)
   config = dataclasses.replace(config, speculation=speculation, prefix_cache_scope="off")
-  script = Script(config, {}, times_of(table))
+  script = Script(config, {}, seconds_of)
   if speculation != "none":
     script.scheduler.replace_drafter(ChanceDrafter(DraftChances(acceptance)))
   seconds = []
@@ -62,6 +77,14 @@ def serve_turns(table: dict[int, float], acceptance: float, speculation: str, nu
 )
 def test_drafts_delay_no_row(table: dict[int, float], acceptance: float, least: float, median: float):
   """Drafts for some of the rows alone brought as many tokens a second, and the last row 0.95 of the speed of none."""
-  (plain, *_) = serve_turns(table, acceptance, "none", 1)
-  ratios = [plain / each for each in serve_turns(table, acceptance, "ngram", 12)]
+  (plain, *_) = serve_turns(times_of(table), acceptance, "none", 1)
+  ratios = [plain / each for each in serve_turns(times_of(table), acceptance, "ngram", 12)]
   assert min(ratios) >= least and statistics.median(ratios) >= median, [round(each, 3) for each in ratios]
+
+
+def test_varying_times_cost_little_of_the_gain():
+  """The least of three times made steps without drafts seem cheap for good: turns gained 1.12 of 1.33 then."""
+  plain = statistics.median(serve_turns(vary(times_of(EVEN), 0), 0.7, "none", 6))
+  for seed in (101, 102):
+    ratios = [plain / each for each in serve_turns(vary(times_of(EVEN), seed), 0.7, "ngram", 6)]
+    assert statistics.median(ratios) >= 1.2, [round(each, 3) for each in ratios]

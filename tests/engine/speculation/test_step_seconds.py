@@ -42,11 +42,21 @@ def test_later_measurements_have_a_mean_without_outliers():
   times = StepSeconds(None)
   note(times, 1, 0.01)
   times.note_step(1, 50.0)
-  assert times.estimate_steps(1, 0) == pytest.approx([0.011])
+  assert times.estimate_steps(1, 0) == pytest.approx([0.015]), "as 0.02: twice the estimate at most"
   times.note_step(1, 1e-6)
-  assert times.estimate_steps(1, 0) == pytest.approx([0.01045])
+  assert times.estimate_steps(1, 0) == pytest.approx([0.0125]), "as 0.0075: half of it at least"
   note(times, 1, 0.02, 100)
   assert times.estimate_steps(1, 0) == pytest.approx([0.02], rel=0.01)
+
+
+def test_the_least_of_the_first_measurements_soon_counts_as_one_of_many():
+  """Otherwise a size that a lucky step made cheap seems cheaper than others of many steps for long."""
+  times = StepSeconds(None)
+  for seconds in (0.012, 0.008, 0.011):
+    times.note_step(8, seconds)
+  assert times.estimate_steps(8, 0) == [0.008]
+  note(times, 8, 0.01, 5)
+  assert times.estimate_steps(8, 0) == pytest.approx([(0.008 + 5 * 0.01) / 6])
 
 
 def test_a_smaller_step_that_took_longer_costs_no_less_than_it():
