@@ -1,6 +1,7 @@
 """Measures the matmuls of a step on a CPU with each kernel of the engine, beside ceilings of the run. Tunes nothing.
 
-  python -m tools.bench.matmul [--shapes=llama-125m,llama-15m] [--rows=1,2,...,256] [--output=FILE.json]
+  python -m tools.bench.matmul [--shapes=llama-125m,llama-15m] [--rows=1,2,...,256] [--ways=packed,w8a8,...]
+  [--output=FILE.json]
 
 The program multiplies a step's matrices one after the other: those of every layer, each with its own weights as in a
 model, and the head. Each matrix takes the previous one's output. There is no attention and no norm. The kernels are
@@ -14,7 +15,7 @@ product over the median read, which are disturbed alike.
 Where the processor has AMX, `SLUICE_AMX=off` in the environment measures the packed kernel without tiles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import json
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.device.host_memory import keep_freed
 from engine.errors import ConfigError, EngineError
 from models.config import ModelConfig
 from models.grouped_weight import quantize_by_group
@@ -97,14 +99,25 @@ WAYS = {
 }
 
 
-def ways() -> tuple[str, ...]:
-  """Returns the kernels of this machine; prints the reason if one is left out."""
+def choose_ways(wanted: str) -> tuple[str, ...]:
+  """Returns the kernels of `wanted`, names with commas between; for "", all that this machine has.
+
+  It prints the reason if it leaves some out.
+
+  Raises:
+    ConfigError: a name is unknown, or its kernel is not available here.
+  """
+  names = tuple(wanted.split(",")) if wanted else tuple(WAYS)
+  if unknown := [name for name in names if name not in WAYS]:
+    raise ConfigError(f"--ways: {unknown[0]!r} is not one of {', '.join(WAYS)}")
   try:
     api.check_supported(jnp.dtype("float32"))
   except NotImplementedError as error:
+    if wanted and names != ("xla",):
+      raise ConfigError(f"--ways={wanted}: {error}; --ways=xla needs none") from None
     print(error, file=sys.stderr)
     return ("xla",)
-  return tuple(WAYS)
+  return names
 
 
 def tile_types() -> tuple[str, ...]:
@@ -115,10 +128,20 @@ def tile_types() -> tuple[str, ...]:
     return ()
 
 
-def make_weights(held: Sequence[Matrix]) -> list[np.ndarray]:
+def make_weights(held: Sequence[Matrix]) -> Iterator[np.ndarray]:
   """Makes random weights that keep the variance of their input, so that nothing overflows."""
   rng = np.random.default_rng(0)
-  return [rng.standard_normal((m.inputs, m.outputs), np.float32) * m.inputs**-0.5 for m in held]
+  for m in held:
+    yield rng.standard_normal((m.inputs, m.outputs), np.float32) * m.inputs**-0.5
+
+
+def hold_weights(held: Sequence[Matrix], ways: Sequence[str]) -> dict[str, list[Any]]:
+  """Returns the weights of each way. Ways of one layout share them, and only one plain weight exists at a time."""
+  by_layout: dict[Callable, list[Any]] = {WAYS[way].hold: [] for way in ways}
+  for weight in make_weights(held):
+    for hold, weights in by_layout.items():
+      weights.append(hold(weight))
+  return {way: by_layout[WAYS[way].hold] for way in ways}
 
 
 def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], jax.Array]:
@@ -134,7 +157,9 @@ def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], j
   return program
 
 
-def times(shape: str, rows: Sequence[int], seconds: float, watch: CeilingWatch) -> list[dict[str, Any]]:
+def times(
+  shape: str, rows: Sequence[int], ways: Sequence[str], seconds: float, watch: CeilingWatch
+) -> list[dict[str, Any]]:
   """Measures milliseconds of a step of a model's matrices, best and median, by rows and kernel, beside the ceilings.
 
   Raises:
@@ -143,8 +168,7 @@ def times(shape: str, rows: Sequence[int], seconds: float, watch: CeilingWatch) 
   folder = pathlib.Path(model_folder(shape))
   model = config_from_hf(json.loads((folder / "config.json").read_text("utf-8")))
   held, found = matrices(model), []
-  made = make_weights(held)
-  laid_out = {way: [WAYS[way].hold(weight) for weight in made] for way in ways()}
+  laid_out = hold_weights(held, ways)
   programs = {way: step(way, held) for way in laid_out}
   watch.around()  # excludes the time since the previous figure
   for count in rows:
@@ -177,9 +201,11 @@ def measure(args: Any) -> dict[str, Any]:
     raise ConfigError(
       f"jax's platform is {jax.default_backend()}, this tool measures CPU kernels; set JAX_PLATFORMS=cpu"
     )
+  ways = choose_ways(args.ways)
+  keep_freed()  # as the engine does before it serves
   watch = CeilingWatch(jnp.float32, args.seconds)
   return {
-    "steps": [row for shape in args.shapes for row in times(shape, args.rows, args.seconds, watch)],
+    "steps": [row for shape in args.shapes for row in times(shape, args.rows, ways, args.seconds, watch)],
     "ceilings_seen": watch.range(),
     "tiles": tile_types(),
     "jax": jax.__version__,
@@ -213,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = CommandParser("tools.bench.matmul", __doc__)
   parser.add_argument("--shapes", default="llama-125m,llama-15m", help="folders of models/shapes, or demo")
   parser.add_argument("--rows", type=positive_ints, default=ROWS, help="tokens in a step")
+  parser.add_argument("--ways", default="", help=f"kernels among {', '.join(WAYS)}; empty: all")
   parser.add_argument("--seconds", type=positive_float, default=1.0, help="seconds for each figure and each ceiling")
   parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
   args = parser.parse_args(argv)

@@ -37,9 +37,25 @@ def test_the_whole_tool():
   assert f"AMX tiles in use: {', '.join(result['tiles']) or 'none'}" in done.stderr
 
 
+def test_ways_of_one_layout_share_their_weights():
+  weights = bench_matmul.hold_weights([Matrix(4, 6), Matrix(6, 3)], ("packed", "xla", "ordered"))
+  assert weights["packed"] is weights["ordered"] and [each.shape for each in weights["xla"]] == [(4, 6), (6, 3)]
+
+
+@pytest.mark.usefixtures("small_ceilings")
+def test_chosen_ways_alone_are_measured():
+  done = run_here("tools.bench.matmul", "--shapes=demo", "--rows=1", "--ways=xla", "--seconds=0.01")
+  assert done.returncode == 0, done.stderr
+  assert [row["way"] for row in json_line(done)["steps"]] == ["xla"]
+
+
 @pytest.mark.parametrize(
   ("flag", "complaint"),
-  [("--shapes=llama9", "'llama9' is unknown"), ("--rows=0", "whole number of at least 1")],
+  [
+    ("--shapes=llama9", "'llama9' is unknown"),
+    ("--rows=0", "whole number of at least 1"),
+    ("--ways=int4,int3", "--ways: 'int3' is not one of xla, packed, "),
+  ],
 )
 def test_bad_flags_are_one_line_and_exit_code_2(flag, complaint, capsys):
   try:
