@@ -141,16 +141,16 @@ def hold_fetch() -> Iterator[int]:
 
 
 def take_zeros(num_bytes: int) -> tuple[mmap.mmap, int]:
-  """Returns memory of zeros and where its `num_bytes` begin, at a multiple of 4,096 bytes; one thread may call it.
+  """Returns memory of zeros and where its `num_bytes` begin, at a multiple of 4,096 bytes. Safe on any thread.
 
   It is touched already where `fetch_ahead` has come that far. Otherwise it shares its first and last page with what was
   taken before and after it, so that all of it lies on huge pages.
   """
   global _block
-  found = _ahead.take(num_bytes) if _ahead is not None else None
-  if found is not None:
-    return found
   with _sharing:
+    found = _ahead.take(num_bytes) if _ahead is not None else None
+    if found is not None:
+      return found
     found = _block.take(num_bytes) if _block is not None else None
     if found is None:
       size = max(_BLOCK, -(-num_bytes // HUGE_PAGE) * HUGE_PAGE)

@@ -5,6 +5,7 @@ its own devices hold.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
 from typing import Any
@@ -20,6 +21,8 @@ from models.split import Box, ModelSplit
 ReadPart = Callable[[str, Box], np.ndarray]
 # (stored name, value[, part of it]) -> parameters by stored name; see models.linear.arranger
 Arrange = Callable[..., dict[str, Any]]
+# Reads one parameter and places it; returns what `Arrange` made of it, by stored name.
+Load = Callable[[], dict[str, jax.Array]]
 
 
 def parameter_axes(state: nnx.State) -> dict[str, tuple[str | None, ...]]:
@@ -88,10 +91,10 @@ class ShareReader:
       # Waits, so that one tensor is in flight; a queue of transfers would hold the whole model in host memory.
       yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
 
-  def load_arranged(
+  def list_loads(
     self, wanted: dict[str, jax.ShapeDtypeStruct], kept: dict[str, jax.ShapeDtypeStruct], arrange: Arrange, whole: bool
-  ) -> Iterator[dict[str, jax.Array]]:
-    """Yields the parameters that `arrange` makes in host memory, device by device.
+  ) -> Iterator[Load]:
+    """Yields the work that makes each parameter of `wanted` in host memory, device by device.
 
     Args:
       wanted: the parameters in the plain form, with shardings.
@@ -101,29 +104,46 @@ class ShareReader:
     """
     for name, leaf in wanted.items():
       if whole:
-        yield from arrange_on_devices([(name, self.read_whole(name, leaf.shape))], wanted, kept, arrange)
+        read = functools.partial(self.read_whole, name, leaf.shape)
+        yield functools.partial(place_whole, name, read, leaf, kept, arrange)
       else:
         make = functools.partial(self._make_own, name, leaf.shape, arrange)
-        yield _place_shares(leaf, kept, make)
+        yield functools.partial(_place_shares, leaf, kept, make)
 
   def _make_own(self, name: str, shape: tuple[int, ...], arrange: Arrange, part: Box) -> dict[str, Any]:
     return arrange(name, self.read_share(name, shape, part))
 
 
-def arrange_on_devices(
-  values: Iterable[tuple[str, Any]],
-  wanted: dict[str, jax.ShapeDtypeStruct],
+def place_whole(
+  name: str,
+  read: Callable[[], Any],
+  leaf: jax.ShapeDtypeStruct,
   kept: dict[str, jax.ShapeDtypeStruct],
   arrange: Arrange,
-) -> Iterator[dict[str, jax.Array]]:
-  """Yields the parameters that `arrange` makes of parts of whole values, device by device.
+) -> dict[str, jax.Array]:
+  """Returns the parameters that `arrange` makes of parts of one whole value, device by device.
 
   Args:
-    values: stored names and whole parameters.
-    wanted, kept, arrange: as in ShareReader.load_arranged.
+    name: stored name of the value.
+    read: returns it.
+    leaf: the parameter in the plain form, with its sharding.
+    kept, arrange: as in ShareReader.list_loads.
   """
-  for name, value in values:
-    yield _place_shares(wanted[name], kept, functools.partial(arrange, name, value))
+  return _place_shares(leaf, kept, functools.partial(arrange, name, read()))
+
+
+def run_loads(loads: Iterable[Load], num_threads: int) -> Iterator[dict[str, jax.Array]]:
+  """Runs loads on threads and yields their parameters in order.
+
+  Packing and checks leave the interpreter to other threads, so two of them load faster than one. Each holds the plain
+  value of its own parameter alone.
+  """
+  with ThreadPoolExecutor(num_threads, "load") as threads:
+    try:
+      for future in [threads.submit(load) for load in loads]:
+        yield future.result()
+    finally:
+      threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _place_shares(

@@ -5,7 +5,7 @@ quantized ones) and Sluice's (engine/device/orbax_folder.py).
 It checks the folder before it makes the first array. It never opens pickled weights, or files outside the folder.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import itertools
@@ -25,7 +25,7 @@ from engine.device.formats.gguf_folder import open_gguf
 from engine.device.formats.quantized_source import QuantizedSource, open_quantized
 from engine.device.mesh import AXIS, num_shares, place_array, spread_params
 from engine.device.safetensors_file import StoredTensor, read_header
-from engine.device.weight_shares import ShareReader, arrange_on_devices, parameter_axes
+from engine.device.weight_shares import Arrange, Load, ShareReader, parameter_axes, place_whole, run_loads
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import INDEX, SINGLE, check_model_folder, find_gguf, leads_outside, name_of_model
 from models.config import ModelConfig
@@ -39,6 +39,7 @@ from models.weight_form import BFLOAT16_MATRIX, PLAIN, PLAIN_MATRIX, Unsupported
 _MOST_NAMED = 20  # most unknown keys in one warning
 _BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
 _EMBEDDING = "model.embed_tokens.weight"
+_LOAD_THREADS = 2  # that pack parameters; more would hold more plain ones at a time
 _RANDOM_WARNING = "config.json: quantization_config does not apply to random weights; --quantization sets their form"
 
 
@@ -201,6 +202,8 @@ def open_checkpoint(
 
   def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:
     num_read: list[int] = []  # bytes of each part
+    loads: list[Load] = []  # that may run side by side
+    made: Iterable[dict[str, Any]] = ()
     in_parts = is_shared and (on_host or not split.is_exact)
     others = {name: leaf for name, leaf in wanted.items() if name not in given}
     for name in narrow:
@@ -221,7 +224,7 @@ def open_checkpoint(
     if read is not None:
       reader = ShareReader(split, plain, parameter_axes(whole), read)
       if by_share:
-        made = reader.load_arranged(others, kept, arrange, whole=not form.is_plain)
+        loads += reader.list_loads(others, kept, arrange, whole=not form.is_plain)
       elif on_host:
         made = arranged((name, reader.read_whole(name, leaf.shape)) for name, leaf in others.items())
       else:
@@ -231,11 +234,18 @@ def open_checkpoint(
     elif is_orbax:
       made = arranged(_restored(folder, others))
     else:
-      made = arranged(_map_safetensors(stored, config, others, num_read.append))
+      pieces_of = tensors(config)
+      for name, leaf in others.items():
+        map_own = functools.partial(_map_parameter, stored, pieces_of[name], leaf, num_read.append)
+        loads.append(functools.partial(_arrange_read, arrange, name, map_own))
     if source is not None:
-      values = ((name, source.read(name, plain[name].dtype)) for name in wanted if name in given)
-      placed = arrange_on_devices(values, wanted, kept, arrange) if by_share else arranged(values)
-      made = itertools.chain(placed, made)
+      reads = {name: functools.partial(source.read, name, plain[name].dtype) for name in wanted if name in given}
+      if by_share:
+        loads += [functools.partial(place_whole, *each, wanted[each[0]], kept, arrange) for each in reads.items()]
+      else:
+        made = itertools.chain(arranged((name, read()) for name, read in reads.items()), made)
+    if loads:
+      made = itertools.chain(run_loads(loads, _LOAD_THREADS if stored else 1), made)
     held: dict[str, jax.Array] = {}
     num_bytes = 0
     for values in made:
@@ -456,26 +466,22 @@ def _part_of(array_of: Callable[[str], np.ndarray], name: str, part: tuple[slice
   return array_of(name)[part]
 
 
-def _map_safetensors(
-  stored: dict[str, StoredTensor],
-  config: ModelConfig,
-  wanted: dict[str, jax.ShapeDtypeStruct],
-  on_read: Callable[[int], None],
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields a parameter and its name, in host memory; if possible a read-only map of the file.
+def _arrange_read(arrange: Arrange, name: str, read: Callable[[], Any]) -> dict[str, Any]:
+  return arrange(name, read())
+
+
+def _map_parameter(
+  stored: dict[str, StoredTensor], pieces: tuple[Piece, ...], leaf: jax.ShapeDtypeStruct, on_read: Callable[[int], None]
+) -> np.ndarray:
+  """Returns a parameter in host memory; if possible a read-only map of the file.
 
   Args: on_read: called with the bytes of each part of a file that this host reads.
   """
-  pieces_of = tensors(config)
-  for name, leaf in wanted.items():
-    pieces = pieces_of[name]
-    if len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
-      _check_finite(tensor, pieces, stored)
-      on_read(tensor.nbytes)
-      yield name, _mapped(pieces[0], stored)
-    else:
-      everything = (slice(None),) * len(leaf.shape)
-      yield name, assemble_pieces(pieces, stored, leaf.shape, leaf.dtype, everything, on_read)
+  if len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
+    _check_finite(tensor, pieces, stored)
+    on_read(tensor.nbytes)
+    return _mapped(pieces[0], stored)
+  return assemble_pieces(pieces, stored, leaf.shape, leaf.dtype, (slice(None),) * len(leaf.shape), on_read)
 
 
 def find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:

@@ -1,7 +1,9 @@
 """Memory on huge pages, and memory that a thread touches ahead: zeros that nobody shares, and no more than is used."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 import pathlib
+import sys
 import threading
 
 import numpy as np
@@ -52,6 +54,21 @@ def test_parts_are_zeros_of_their_own(ahead: int) -> None:
   huge_pages.end_fetch()
   for number, part in enumerate(parts, 1):
     assert (part == number).all()
+
+
+@pytest.mark.parametrize("ahead", [0, 64 * MIB])
+def test_threads_take_different_parts(ahead: int) -> None:
+  """Two threads pack weights at a time."""
+  if ahead:
+    huge_pages.fetch_ahead(ahead)
+  interval = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  try:
+    with ThreadPoolExecutor(4) as threads:
+      parts = list(threads.map(take, [4096] * 4000))
+  finally:
+    sys.setswitchinterval(interval)
+  assert len({part.ctypes.data for part in parts}) == len(parts)
 
 
 def test_takers_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
