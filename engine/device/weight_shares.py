@@ -4,6 +4,7 @@ A `ReadPart` returns a part of a plain parameter, in host memory. Shares are rea
 its own devices hold.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
@@ -136,12 +137,13 @@ def run_loads(loads: Iterable[Load], num_threads: int) -> Iterator[dict[str, jax
   """Runs loads on threads and yields their parameters in order.
 
   Packing and checks leave the interpreter to other threads, so two of them load faster than one. Each holds the plain
-  value of its own parameter alone.
+  value of its own parameter alone. Results may wait for the caller, so this suits parameters that stay where they are.
   """
   with ThreadPoolExecutor(num_threads, "load") as threads:
     try:
-      for future in [threads.submit(load) for load in loads]:
-        yield future.result()
+      waiting = deque(threads.submit(load) for load in loads)
+      while waiting:
+        yield waiting.popleft().result()  # leaves the result to the caller alone
     finally:
       threads.shutdown(wait=False, cancel_futures=True)
 

@@ -245,7 +245,9 @@ def open_checkpoint(
       else:
         made = itertools.chain(arranged((name, read()) for name, read in reads.items()), made)
     if loads:
-      made = itertools.chain(run_loads(loads, _LOAD_THREADS if stored else 1), made)
+      # Elsewhere one parameter at a time: threads ahead of the transfers would hold the whole model in host memory.
+      placed = run_loads(loads, _LOAD_THREADS) if by_share and stored else (load() for load in loads)
+      made = itertools.chain(placed, made)
     held: dict[str, jax.Array] = {}
     num_bytes = 0
     for values in made:
