@@ -106,11 +106,12 @@ def main() -> None:
   parser.add_argument("--heads", action="store_true", help="those of an EAGLE-3 head, and the step that it reads")
   parser.add_argument("--max_num_seqs", type=int, default=64)
   parser.add_argument("--layers", type=int, default=0)
+  parser.add_argument("--pool_tokens", type=int, default=0)
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args()
   target, case = targets.TARGETS[args.target], programs.case(args.model)
   devices = targets.devices(target)
-  case = dataclasses.replace(case, max_num_seqs=args.max_num_seqs)
+  case = dataclasses.replace(case, max_num_seqs=args.max_num_seqs, pool_tokens=args.pool_tokens or case.pool_tokens)
   layers = args.layers or case.model.num_layers
   few = min(2, layers // 2)
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))

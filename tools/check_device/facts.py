@@ -43,7 +43,7 @@ class Instruction:
   """One HLO instruction.
 
   Attributes:
-    opcode: such as "fusion".
+    opcode: such as "fusion"; a TPU's custom call that joins slices of an array is a "concatenate".
     arrays: (dtype, elements, layout) of each array of the result.
     calls: the computation of a fusion, or "".
     bodies: all computations that it runs or reduces with.
@@ -97,7 +97,7 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
       current.append(
         Instruction(
           name=match[1],
-          opcode=opcode[1],
+          opcode="concatenate" if 'custom_call_target="ConcatBitcast"' in line else opcode[1],
           arrays=arrays,
           calls=calls[1] if calls else "",
           bodies=tuple(bodies),

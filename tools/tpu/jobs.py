@@ -2,7 +2,7 @@
 
 The kinds and their fields; "implementation" is "tpu" in all of them, and "kv_dtype" is "" or "uint8" (fp8):
 
-  smoke    "op": "dma copy" | "write" | "attention", "head_dim": H, and those of tools/gpu/smoke.py
+  smoke    "op": "dma copy" | "row copies" | "write" | "attention", "head_dim": H, and those of tools/gpu/smoke.py
   ceiling  see tools/gpu/jobs.py
   check    "op": "attend", "spec": NAME, "kv_dtype"
   time     "op": "decode" | "prefill" | "write", "spec": NAME
@@ -10,6 +10,7 @@ The kinds and their fields; "implementation" is "tpu" in all of them, and "kv_dt
 
 from collections.abc import Callable
 import dataclasses
+import math
 
 import jax
 from jax.experimental import pallas as pl
@@ -20,6 +21,7 @@ import numpy as np
 from pallas_kernels.paged_attention import api, arg_specs, tpu
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.fp8_kv import BYTES
+from pallas_kernels.row_copies.api import make_buffer_shape, read_rows, write_rows
 from tools.gpu import cases, smoke, timing
 from tools.gpu import jobs as shared
 from tools.gpu.cases import Comparisons, KernelCase
@@ -36,6 +38,8 @@ def prepare(job: Job, setting: Setting) -> Prepared:
     return shared.prepare(job, setting)
   if job.get("op") == "dma copy":
     return _copy(setting)
+  if job.get("op") == "row copies":
+    return _write_and_read_rows(setting)
   kinds: dict[str, Callable[[Job, Setting], Prepared]] = {"smoke": _kernel, "check": _check, "time": _time}
   if job["kind"] not in kinds:
     raise ValueError(f"job {job} is of no kind of ceiling, {', '.join(kinds)}")
@@ -48,6 +52,7 @@ def smoke_jobs() -> list[Job]:
   pools = (128, ""), (64, ""), (128, BYTES.name)
   found = [{"kind": "smoke", "op": "add"}, {"kind": "smoke", "op": "dma copy"}]
   found += [common | {"op": op, "head_dim": size, "kv_dtype": kv} for size, kv in pools for op in SMOKE_OPS]
+  found.append(common | {"op": "row copies"})
   return found + smoke.attend_jobs("tpu")
 
 
@@ -98,6 +103,37 @@ def _copy(setting: Setting) -> Prepared:
     )(x)
 
   return smoke.prepare_equal(setting, program, (x,), x, "copied numbers")
+
+
+def _write_and_read_rows(setting: Setting) -> Prepared:
+  """Writes 48 of 129 rows of bf16[384] in place, drops 16 values past the buffer's end, and reads 64 rows.
+
+  The reference does the same on the host. A row of the buffer is longer, and NaN fills the rest.
+  """
+  num_rows, count, width, rng = 129, 64, 384, np.random.default_rng(0)
+  old, new = (rng.standard_normal((size, width)).astype(jnp.bfloat16) for size in (num_rows, count))
+  targets = rng.permutation(num_rows)[:count].astype(np.int32)
+  targets[::4] += num_rows
+  sources = rng.integers(0, num_rows, count, np.int32)
+  shape = make_buffer_shape(num_rows, width, "tpu")
+  spare = math.prod(shape[1:]) - width
+  buffer = np.pad(old, ((0, 0), (0, spare)), constant_values=np.nan)
+  operands = buffer.reshape(shape), targets, new, sources
+
+  def program(buffer, targets, new, sources):
+    written = write_rows(buffer, targets, new, "tpu")
+    return written, read_rows(written, sources, width, "tpu")
+
+  def run(compiled):
+    written, found = (np.asarray(x) for x in compiled(*smoke.put_arrays(setting, *operands)))
+    expected = write_rows(jnp.asarray(old), jnp.asarray(targets), jnp.asarray(new))
+    read = np.asarray(read_rows(expected, jnp.asarray(sources), width))
+    every, comparisons = written.reshape(num_rows, -1)[:, :width], Comparisons()
+    comparisons.add("error", lambda: smoke.compare_bits("rows of the buffer", every, np.asarray(expected)))
+    comparisons.add("read", lambda: smoke.compare_bits("rows that were read", found, read))
+    return comparisons.finish()
+
+  return smoke.prepare_on_host(setting, program, operands, run, donate=(0,))
 
 
 def _write(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:

@@ -52,6 +52,7 @@ def moved(text: str) -> list[str]:
     "%a = bf16[33,2,16,64]{3,2,1,0:S(1)} copy(%kv)",  # whole KV into the vector memory
     "%a = bf16[33,2,16,64]{3,2,1,0} select(%mask, %kv, %kv)",
     "%a = (bf16[33,2,16,64]{3,2,1,0}, bf16[33,2,16,64]{3,2,1,0:S(1)}, u32[]) copy-start(%kv)",
+    '%a = bf16[33,2,16,64]{3,2,1,0:S(1)} custom-call(%x, %y), custom_call_target="ConcatBitcast"',  # slices of KV
     "%a = bf16[512,256]{1,0} transpose(%w), dimensions={1,0}",
     "%a = f32[256,512]{1,0} convert(%w)",
     "%a = f8e4m3fn[512,256]{1,0} transpose(%q), dimensions={1,0}",
@@ -73,6 +74,7 @@ def test_what_moves_kv_or_a_weight_is_found(line):
     "%a = (s32[], bf16[33,2,16,64]{3,2,1,0}) while(%t), condition=%c, body=%b",
     "%a = bf16[256,512]{1,0:T(8,128)(2,1)S(1)} copy(%w)",  # a prefetch
     "%a = (bf16[256,512]{1,0:S(1)}, bf16[256,512]{1,0}, u32[]) copy-start(%w)",
+    '%a = bf16[256,512]{1,0:S(1)} custom-call(%x, %y), custom_call_target="ConcatBitcast"',
     "%a = bf16[256,512]{1,0} add(%x, %x)",  # an activation of a weight's size
     "%a = f32[64,2048]{1,0} copy(%x)",  # logits of a weight's size
     "%a = bf16[64,64]{1,0} copy(%x)",

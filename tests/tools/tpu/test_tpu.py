@@ -1,5 +1,6 @@
 """The TPU's first contact without a TPU: kernels in Pallas' simulator, wrong ones, a dry run."""
 
+from collections.abc import Callable
 import json
 
 import jax
@@ -7,11 +8,14 @@ from jax.experimental.pallas import tpu as pltpu
 import pytest
 
 from pallas_kernels.paged_attention import arg_specs
+from pallas_kernels.row_copies import tpu as row_copies
 from tests.tools.conftest import run_module
 from tools.gpu import cases, losses, report, timing
 from tools.gpu.jobs import Setting
 from tools.tpu import __main__ as tpu_main
 from tools.tpu import jobs
+
+ROW_COPIES = {"kind": "smoke", "implementation": "tpu", "op": "row copies"}
 
 
 def test_every_job_names_a_spec_and_its_kernels() -> None:
@@ -21,8 +25,10 @@ def test_every_job_names_a_spec_and_its_kernels() -> None:
   assert len({report.describe(job) for job in made}) == len(made)
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "odd_sizes" not in checked
+  assert ROW_COPIES in made
   by_name = {report.describe(job): losses.name_kernels(job) for job in made}
   assert by_name["time tpu decode decode 64 x 1024"] == {"tpu attention 128"}
+  assert by_name["smoke tpu row copies"] == {"smoke tpu row copies"}  # its loss stops no attention kernel
   assert by_name["check tpu attend decode 64 x 1024"] == {"tpu write 128", "tpu attention 128"}
 
 
@@ -43,6 +49,28 @@ def test_a_wrong_kernel_shows(monkeypatch, op: str) -> None:
   monkeypatch.setattr(jobs.tpu, "ragged_paged_attention", lambda *args, **kwargs: 1.05 * attention(*args, **kwargs))
   with pytest.raises(cases.Wrong, match="lines of the pool|attention: error"):
     _run(job)
+
+
+@pytest.mark.kernels
+def test_row_copies_are_right() -> None:
+  found = _run(ROW_COPIES)
+  assert (found["error"], found["read"]) == (0, 0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+  ("name", "bug", "message"),
+  [
+    ("write_rows", lambda write: lambda buffer, rows, values: write(buffer, rows % 129, values), "rows of the buffer"),
+    ("write_rows", lambda write: lambda buffer, rows, values: write(buffer, rows, -values), "rows of the buffer"),
+    ("read_rows", lambda read: lambda buffer, rows, width: read(buffer, rows + 1, width), "^rows that were read"),
+  ],
+  ids=["padding is written", "other values are written", "other rows are read"],
+)
+def test_wrong_row_copies_show(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable, message: str) -> None:
+  monkeypatch.setattr(row_copies, name, bug(getattr(row_copies, name)))
+  with pytest.raises(cases.Wrong, match=message):
+    _run(ROW_COPIES)
 
 
 @pytest.mark.kernels
