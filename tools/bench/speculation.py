@@ -41,7 +41,7 @@ EAGLE = "eagle"  # the value of --draft_model for a head
 _PROMPT_TOKENS = 16
 
 
-@functools.cache  # as quick as a real drafter: to seed a generator takes longer than n-grams do for a row
+@functools.cache  # a real drafter would not seed a generator for each guess of a step
 def _guess_output(name: str, output: tuple[int, ...], acceptance: float) -> tuple[int, ...]:
   """Returns an output in which each token is the true one with the chance `acceptance`, and otherwise another one."""
   return tuple(
