@@ -61,6 +61,7 @@ struct Layout {
   // Bytes of scales and offsets behind a group's codes, and of a superblock's before them.
   int64_t behind_bytes() const { return of_super ? 0 : value_rows * value_bytes; }
   int64_t words() const { return value_rows == 2 ? 3 : 4; }  // of a column's factors, four bytes each
+  int64_t super_value_bytes() const { return value_rows * kColumns * 2; }  // of a group's scales and offsets, multiplied
   int64_t super_bytes() const { return of_super ? kColumns * (value_rows * 2 + words() * 4) : 0; }
   int64_t block_bytes() const {
     return num_groups * (code_bytes + behind_bytes()) + (of_super ? num_groups / of_super * super_bytes() : 0);
@@ -439,29 +440,35 @@ inline __attribute__((always_inline)) IntVec codes_at(const uint8_t* step) {
 // y[R, V vectors from column `first`] = rows times those columns of a block. S: of scales and offsets, float or the bits
 // of a float16. supers: where superblocks' scales and offsets are or, with `expands`, where this tile writes them first.
 // kSteps: of each group, which is one chunk; 0: the layout says it. kAlone: the tile prefetches its own stream, not the
-// next block.
-template <typename Way, int kBits, int R, int V, typename S, int kSteps, bool kAlone>
+// next block. kBlocks: that the tile multiplies side by side, adjacent in memory; the second block's result of the one
+// row is y[1].
+template <typename Way, int kBits, int R, int V, typename S, int kSteps, bool kAlone, int kBlocks = 1>
 void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t first,
                    float (*y)[kColumns], uint16_t* supers, bool expands, Ahead& state) {
+  static_assert(kBlocks == 1 || (R == 1 && kAlone && V * kLanes == kColumns && sizeof(S) == 4));  // no superblocks
   Ahead ahead = state;
+  constexpr int kVectors = kBlocks * V;
+  const int64_t apart = layout.block_bytes();  // from block to block
   constexpr int64_t kStep = step_inputs(kBits), kBytes = kStep * kColumns * kBits / 8;
   // docs/decisions/packed-matmul.md, 2026-11-26 and 27. Of 8 bits, float scales are mostly those of whole outputs.
   constexpr bool kWhole = kBits == 8 && sizeof(S) == 4;
   constexpr int64_t kNear = 3 << 10, kFar = kWhole ? 0 : 8 << 10;
   constexpr int kLevel = kWhole ? 2 : 3;
-  const auto prefetch = [&](const void* own, int64_t bytes) __attribute__((always_inline)) {
+  const auto prefetch = [&](const auto* own, int64_t bytes) __attribute__((always_inline)) {
     if (kAlone) {
-      prefetch_own<kNear, kLevel, kFar>(own, bytes);
+#pragma GCC unroll 2
+      for (int i = 0; i < kBlocks; ++i)
+        prefetch_own<kNear, kLevel, kFar>(reinterpret_cast<const uint8_t*>(own) + i * apart, bytes);
     } else {
       ahead.prefetch_next(1);
     }
   };
   const auto* values = rows.values;
-  Vec sums[R][V];
+  Vec sums[R][kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
 #pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
+    for (int j = 0; j < kVectors; ++j) sums[m][j] = Vec{};
   const Chunk* chunk = rows.chunks;
   const uint8_t *w = block + 4 * first, *super = nullptr;
   int64_t in_super = 0;  // the group's number in its superblock
@@ -478,22 +485,23 @@ void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_
     const S* scales = reinterpret_cast<const S*>(w - 4 * first + layout.code_bytes) + first;
     if (layout.of_super) scales = reinterpret_cast<const S*>(own) + first;
     for (int64_t begin = 0; begin < (kSteps ? 1 : layout.group); begin += layout.chunk, chunk += R) {
-      IntVec dots[R][V];
+      IntVec dots[R][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < R; ++m)
 #pragma GCC unroll 8
-        for (int j = 0; j < V; ++j) dots[m][j] = all_ints(chunk[m].start);
+        for (int j = 0; j < kVectors; ++j) dots[m][j] = all_ints(chunk[m].start);
       const int64_t steps = kSteps ? kSteps : std::min(layout.chunk, layout.group - begin) / kStep;
       const auto add_step = [&](int64_t k) __attribute__((always_inline)) {
         const auto add_part = [&](auto part) __attribute__((always_inline)) {
-          IntVec codes[V];
+          IntVec codes[kVectors];
 #pragma GCC unroll 8
-          for (int j = 0; j < V; ++j) codes[j] = codes_at<kBits, part>(w + k * kBytes + j * 4 * kLanes);
+          for (int j = 0; j < kVectors; ++j)
+            codes[j] = codes_at<kBits, part>(w + j / V * apart + k * kBytes + j % V * 4 * kLanes);
 #pragma GCC unroll 16
           for (int m = 0; m < R; ++m) {
             const auto four = Way::values_at(values + k * kStep * R + 4 * (part * R + m));
 #pragma GCC unroll 8
-            for (int j = 0; j < V; ++j) dots[m][j] = Way::add(dots[m][j], codes[j], four);
+            for (int j = 0; j < kVectors; ++j) dots[m][j] = Way::add(dots[m][j], codes[j], four);
           }
         };
         add_part(std::integral_constant<int, 0>());
@@ -510,7 +518,7 @@ void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_
         if (!kAlone) ahead.prefetch_next(kTogether);
 #pragma GCC unroll 4
         for (int i = 0; i < kTogether; ++i) {
-          if (kAlone) prefetch_own<kNear, kLevel, kFar>(w + i * kBytes, kBytes);
+          if (kAlone) prefetch(w + i * kBytes, kBytes);
           add_step(i);
         }
         w += kTogether * kBytes;
@@ -524,17 +532,18 @@ void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_
         }
       }
       const auto add_dots = [&](auto has_offsets) __attribute__((always_inline)) {
-        Vec scale[V], offset[V];
+        Vec scale[kVectors], offset[kVectors];
 #pragma GCC unroll 8
-        for (int j = 0; j < V; ++j) {
-          scale[j] = load_value(scales + j * kLanes);
-          offset[j] = has_offsets ? load_value(scales + kColumns + j * kLanes) : Vec{};
+        for (int j = 0; j < kVectors; ++j) {
+          const S* own_scales = scales + j / V * apart / static_cast<int64_t>(sizeof(S)) + j % V * kLanes;
+          scale[j] = load_value(own_scales);
+          offset[j] = has_offsets ? load_value(own_scales + kColumns) : Vec{};
         }
 #pragma GCC unroll 16
         for (int m = 0; m < R; ++m) {
           const Chunk& of_row = chunk[m];
 #pragma GCC unroll 8
-          for (int j = 0; j < V; ++j) {
+          for (int j = 0; j < kVectors; ++j) {
             const Vec dot = __builtin_convertvector(dots[m][j], Vec);
             sums[m][j] = fused(every(of_row.factor), dot * scale[j], sums[m][j]);
             if (has_offsets) sums[m][j] = fused(every(of_row.sum), offset[j], sums[m][j]);
@@ -553,12 +562,13 @@ void multiply_tile(const TileRows<Way>& rows, const Layout& layout, const uint8_
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
 #pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) store(y[m] + j * kLanes, sums[m][j]);
+    for (int j = 0; j < kVectors; ++j) store(y[m + j / V] + j % V * kLanes, sums[m][j]);
   state = ahead;
 }
 
-// The same for a whole block of columns, in as many passes as needed. size: R of the tile.
-template <typename Way, int kBits, typename S, int R = Way::kRows>
+// The same for a whole block of columns, in as many passes as needed, or for kBlocks blocks side by side. size: R of the
+// tile.
+template <typename Way, int kBits, typename S, int R = Way::kRows, int kBlocks = 1>
 void multiply_tiles(int64_t size, const TileRows<Way>& rows, const Layout& layout, const uint8_t* block,
                     float (*y)[kColumns], uint16_t* supers, bool expands, Ahead& ahead) {
   if constexpr (R > 1) {
@@ -569,7 +579,7 @@ void multiply_tiles(int64_t size, const TileRows<Way>& rows, const Layout& layou
   const auto multiply_passes = [&](auto steps) __attribute__((always_inline)) {
     for (int j = 0; j < kColumns; j += kPass) {
       const auto multiply = [&](auto is_alone) __attribute__((always_inline)) {
-        multiply_tile<Way, kBits, R, V, S, steps, is_alone>(
+        multiply_tile<Way, kBits, R, V, S, steps, is_alone, kBlocks>(
             rows, layout, block, j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), supers, expands && j == 0, ahead);
       };
       if (ahead.near) {
@@ -624,6 +634,17 @@ void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide,
   }
 }
 
+// Multiplies one row by two adjacent blocks of columns at once, so that a thread reads two streams, where scales are of
+// whole outputs. `columns` of both blocks are in use.
+template <typename Way, int kBits, typename S, typename O>
+void multiply_pair(const TileRows<Way>& rows, const Layout& layout, const uint8_t* block, int64_t columns,
+                   const O* residual, O* y) {
+  Ahead ahead{true, nullptr, 0, 1};
+  alignas(kLine) float result[2][kColumns];
+  multiply_tiles<Way, kBits, S, 1, 2>(1, rows, layout, block, result, nullptr, false, ahead);
+  finish<O>(result[0], columns, nullptr, residual, y);
+}
+
 // Multiplies rows by one block of columns, of which `columns` are in use. y, residual: of the first row, with N numbers
 // from row to row. next, lines: the thread's next block, for several tiles to prefetch, and its cache lines.
 template <typename Way, int kBits, typename S, typename O>
@@ -660,7 +681,7 @@ void multiply_block(const TileRows<Way>& rows, const Tiling& tiling, const Layou
 // In group_tiles.h.
 template <int kBits, typename S, typename O>
 void multiply_by_tiles(const Rows<Vnni>& rows, int64_t count, const Layout& layout, const uint8_t* weight, int64_t block,
-                       int64_t stop, const O* residual, O* y, int64_t N);
+                       int64_t stop, const O* residual, O* y, int64_t N, int64_t call, int64_t begin);
 #endif
 
 // tiled: by AMX tiles, beside VNNI only.
@@ -674,7 +695,8 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
   const int64_t stride = (layout.padded() + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
   static thread_local std::vector<typename Way::Value> all_values;
   static thread_local std::vector<Chunk> all_chunks;
-  all_values.resize(M * stride + kInLine);  // with space to begin at a cache line
+  // With space to begin at a cache line, and for rows of a tile that are not in use.
+  all_values.resize((M + (tiled ? kPiece : 0)) * stride + kInLine);
   all_chunks.resize(M * layout.chunks());
   typename Way::Value* values = align_to_line(all_values.data());
   Chunk* chunks = all_chunks.data();
@@ -695,12 +717,20 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, const Layout& lay
     if constexpr (std::is_same_v<Way, Vnni>) {
       if (tiled)
         return multiply_by_tiles<kBits, S, O>(rows, count, layout, weight, block, stop,
-                                              residual ? residual + begin * N : nullptr, y + begin * N, N);
+                                              residual ? residual + begin * N : nullptr, y + begin * N, N, call, begin);
     }
 #endif
     const Tiling tiling(count, layout.chunk > 32 ? Way::kRows : std::min(Way::kRows, kSmallTile));
     const TileRows<Way> by_tile = lay_out_rows(rows, tiling, layout, call, begin);
     const int64_t bytes = layout.block_bytes();
+    if constexpr (kBits == 8 && sizeof(S) == 4 && Way::kVectors * kLanes == kColumns) {
+      for (; count == 1 && block + 2 <= stop; block += 2) {
+        const int64_t at = begin * N + block * kColumns;
+        multiply_pair<Way, kBits, S, O>(by_tile, layout, weight + block * bytes,
+                                        std::min<int64_t>(2 * kColumns, N - block * kColumns),
+                                        residual ? residual + at : nullptr, y + at);
+      }
+    }
     for (; block < stop; ++block) {
       const int64_t at = begin * N + block * kColumns;
       multiply_block<Way, kBits, S, O>(by_tile, tiling, layout, weight + block * bytes,

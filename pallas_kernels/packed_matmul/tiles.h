@@ -63,9 +63,14 @@ struct Tiles {
   static inline __attribute__((always_inline)) void store(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
   }
-  // Adds A's rows of signed bytes times B's columns of unsigned ones, four bytes of a column in each row of B, to int32.
+  // Adds A's rows of signed bytes times B's columns of signed ones, four bytes of a column in each row of B, to int32.
   template <int To, int A, int B>
-  static inline __attribute__((always_inline)) void add_bytes() {
+  static inline __attribute__((always_inline)) void add_signed() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(A), "i"(B));
+  }
+  // The same with unsigned bytes in B.
+  template <int To, int A, int B>
+  static inline __attribute__((always_inline)) void add_unsigned() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(A), "i"(B));
   }
   // The same of bfloat16 to float32, two numbers of a column in each row of B.

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <cstring>
 
-// The number of the seeded bug in force, of those that test_tiles.py puts into the kernel. 0: none; -1: tiles take codes for
-// signed bytes.
+// The number of the seeded bug in force, of those that test_tiles.py puts into the kernel. 0: none; -1: tiles take unsigned
+// codes for signed ones; -2: and signed ones for unsigned.
 extern "C" {
 volatile int32_t SluiceSeededBug = 0;
 }
@@ -107,13 +107,16 @@ struct Tiles {  // of one source file, like the state that it uses
     }
   }
   template <int To, int A, int B>
-  static void add_bytes() {
-    add_bytes(To, A, B);
+  static void add_signed() {
+    add_bytes(To, A, B, SluiceSeededBug != -2);
   }
-  SLUICE_QUICK static void add_bytes(int to, int a, int b) {
+  template <int To, int A, int B>
+  static void add_unsigned() {
+    add_bytes(To, A, B, SluiceSeededBug == -1);
+  }
+  SLUICE_QUICK static void add_bytes(int to, int a, int b, bool is_signed) {
     if (!check_product(to, a, b)) return;
     ++products;
-    const bool is_wrong = SluiceSeededBug == -1;
     const int rows = emulation.shapes.rows[to], terms = emulation.shapes.rows[b];
     const int columns = emulation.shapes.row_bytes[to] / 4;
     for (int m = 0; m < rows; ++m) {
@@ -124,7 +127,7 @@ struct Tiles {  // of one source file, like the state that it uses
           for (int i = 0; i < 4; ++i) {
             const int32_t left = static_cast<int8_t>(emulation.tiles[a][m][4 * k + i]);
             const uint8_t right = emulation.tiles[b][k][4 * n + i];
-            sums[n] += static_cast<uint32_t>(left * (is_wrong ? static_cast<int8_t>(right) : right));
+            sums[n] += static_cast<uint32_t>(left * (is_signed ? static_cast<int8_t>(right) : right));
           }
       std::memcpy(emulation.tiles[to][m], sums, sizeof sums);
     }

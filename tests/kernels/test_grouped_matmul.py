@@ -131,6 +131,21 @@ def test_threads(bits: int) -> None:
   check_product(make_rows(131, 256), make_weight(256, 300, bits))
 
 
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_one_row_and_many_blocks(dtype: str, offsets: bool) -> None:
+  """From 1,024 columns on, a thread multiplies two blocks at once if scales are float32, and then a last one alone."""
+  x = make_rows(9, 272)
+  for outputs in (1024, 1030, 1072, 1540):
+    weight = make_weight(272, outputs, 8, 2, offsets, dtype)
+    check_product(x[:1], weight)
+    np.testing.assert_array_equal(multiply(x[:1], weight), multiply(x, weight)[:1])
+    residual = jnp.asarray(make_rows(1, outputs))
+    np.testing.assert_array_equal(
+      multiply(x[:1], weight, residual=residual), residual + jnp.asarray(multiply(x[:1], weight))
+    )
+
+
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_a_row_has_the_same_bits_in_any_batch(bits: int) -> None:
   x, weight = make_rows(100, 320), make_weight(320, 300, bits, 5, offsets=True)
@@ -342,12 +357,15 @@ _NO_VNNI = ("if (groups::Vnni::available())", "if (false)")
 
 
 def check_all(bits: int) -> None:
-  check_product(make_rows(14, 192), make_weight(192, 70, bits, 3, offsets=True))
+  """Of several tiles of rows, but so few rows that AMX does not multiply them."""
+  check_product(make_rows(11, 192), make_weight(192, 70, bits, 3, offsets=True))
   inputs = 416 if bits == 6 else 272  # chunks of 112 and 96 inputs, or of 72 and 64
   check_product(make_rows(3, inputs), make_weight(inputs, 33, bits, 2, dtype="float32"))
   for kind in {4: ("Q4_K",), 6: ("Q5_K", "Q6_K"), 8: ()}[bits]:
-    for rows in (3, 14):
+    for rows in (3, 11):
       check_product(make_rows(rows, 512), make_superblocks(512, 40, kind))
+  if bits == 8:
+    check_product(make_rows(1, 256), make_weight(256, 1540, 8, 2, True, "float32"))  # pairs of blocks, and a single one
 
 
 @pytest.mark.kernels
@@ -368,7 +386,7 @@ _BUGS = {
     "(w - 4 * first + layout.code_bytes)",
     "(block + layout.code_bytes)",
   ),
-  "scales_instead_of_offsets": ("load_value(scales + kColumns + j * kLanes)", "load_value(scales + j * kLanes)"),
+  "scales_instead_of_offsets": ("load_value(own_scales + kColumns)", "load_value(own_scales)"),
   "values_of_another_row": ("values + k * kStep * R + 4 * (part * R + m)", "values + k * kStep * R + 4 * part * R"),
   "upper_halves_left_out": ("if constexpr (kBits != 8) add_part(", "if constexpr (kBits == 6) add_part("),
   "bits_of_other_inputs": ("kPart == 1 ? all << 2 : kPart == 2 ? all", "kPart == 1 ? all : kPart == 2 ? all << 2"),
@@ -386,7 +404,12 @@ _BUGS = {
     "super, g % layout.of_super, reinterpret_cast<uint16_t*>(to)",
     "super, 0, reinterpret_cast<uint16_t*>(to)",
   ),
-  "wrong_block_of_columns": ("weight + block * bytes,", "weight,"),
+  "wrong_block_of_columns": ("tiling, layout, weight + block * bytes,", "tiling, layout, weight,"),
+  "wrong_pair_of_blocks": ("by_tile, layout, weight + block * bytes,", "by_tile, layout, weight,"),
+  "first_block_of_a_pair_twice": ("w + j / V * apart + k * kBytes", "w + k * kBytes"),
+  "scales_of_the_first_block_of_a_pair": ("scales + j / V * apart / static_cast<int64_t>(sizeof(S))", "scales"),
+  "one_result_of_a_pair": ("store(y[m + j / V]", "store(y[m]"),
+  "one_block_of_a_pair_left_out": ("std::min<int64_t>(2 * kColumns, N", "std::min<int64_t>(kColumns, N"),
   "rows_of_an_earlier_call": ("laid_out == std::pair(call, begin)", "laid_out.second == begin && laid_out.first"),
   "rows_of_the_first_tile": ("rows.from(first, layout)", "rows.from(0, layout)"),
   "inputs_of_a_row_together": ("to += 4 * size)", "to += 4)"),
