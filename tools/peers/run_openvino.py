@@ -33,6 +33,9 @@ def main():
   parser = face.parser(__doc__)
   parser.add_argument("--kv_gb", type=int, default=1)
   parser.add_argument("--kv", choices=("f32", "f16", "u8"), help="precision of the KV cache; f32, or u8 below f32")
+  parser.add_argument(
+    "--arithmetic", choices=("f32", "bf16"), default="f32", help="OpenVINO's own choice is bf16 on processors with AMX"
+  )
   parser.add_argument("--group_size", type=int, default=128, help="inputs that share a scale in int4")
   args = parser.parse_args()
   kv = args.kv or ("f32" if args.precision == "f32" else "u8")
@@ -47,7 +50,7 @@ def main():
     scheduler.max_num_seqs = args.max_requests
     scheduler.enable_prefix_caching = False
     properties = {
-      "INFERENCE_PRECISION_HINT": "f32",
+      "INFERENCE_PRECISION_HINT": args.arithmetic,
       "KV_CACHE_PRECISION": kv,
       "INFERENCE_NUM_THREADS": args.threads,
     }
@@ -85,7 +88,9 @@ def main():
               del missing[identity]
 
     weights = args.precision + (f", groups of {args.group_size}" if args.precision == "int4" else "")
-    return face.Peer({"threads": args.threads, "kv_gb": args.kv_gb, "weights": weights, "kv": kv}, run)
+    return face.Peer(
+      {"threads": args.threads, "kv_gb": args.kv_gb, "weights": weights, "kv": kv, "arithmetic": args.arithmetic}, run
+    )
 
   face.serve(begin)
 
