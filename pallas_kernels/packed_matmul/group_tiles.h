@@ -1,9 +1,9 @@
 // The products of groups.h on AMX's tiles of bytes, with the same bits as by vectors.
 //
-// A tile of values has up to 16 rows of x, and one of codes 16 columns, half a block, with 64 inputs of a chunk. Codes of
-// 8 bits lie in memory as tiles need them. Codes of 4 and 6 bits become signed bytes once for all rows. The sums of a chunk
-// go through memory to vectors, which scale and add them as groups.h does, and hold the sums of a row. Tiles are two
-// chunks ahead of vectors through all rows and blocks of a piece of work, so that neither waits for the other.
+// A tile of values has up to 16 rows of x, and one of codes 16 columns, half a block, with 64 inputs of a chunk. Codes
+// of 8 bits lie in memory as tiles need them. Codes of 4 and 6 bits become signed bytes once for all rows. The sums of
+// a chunk go through memory to vectors, which scale and add them as groups.h does, and hold the sums of a row. Tiles
+// are two chunks ahead of vectors through all rows and blocks of a piece of work, so that neither waits for the other.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +50,8 @@ inline amx::Shapes shape_tiles(const Layout& layout, int64_t count) {
   return shapes;
 }
 
-// A chunk of a block: its inputs, and where its values, codes and scales are, in bytes from the row's first value and the
-// block's first code and scale. is_last: of its group.
+// A chunk of a block: its inputs, and where its values, codes and scales are, in bytes from the row's first value and
+// the block's first code and scale. is_last: of its group.
 struct PlacedChunk {
   int64_t inputs, values, codes, scales;
   bool is_last;
@@ -75,8 +75,8 @@ inline const PlacedChunk* place_chunks(const Layout& layout, bool in_place) {
   return places.data();
 }
 
-// Writes codes of 4 or 6 bits as signed bytes for tiles, [2, inputs / 4, 16, 4], and scales of superblocks, [groups, 1 or
-// 2, 32].
+// Writes codes of 4 or 6 bits as signed bytes for tiles, [2, inputs / 4, 16, 4], and scales of superblocks, [groups, 1
+// or 2, 32].
 template <int kBits>
 void place_block(const Layout& layout, const uint8_t* block, uint8_t* to, uint16_t* supers) {
   constexpr int64_t kParts = step_inputs(kBits) / 4, kStepBytes = 4 * kColumns * kParts * kBits / 8;
@@ -113,8 +113,8 @@ void place_block(const Layout& layout, const uint8_t* block, uint8_t* to, uint16
   }
 }
 
-// Multiplies values, `stride` from row to row, by the codes of half a block, over `inputs` inputs of a chunk. is_last: of
-// its group.
+// Multiplies values, `stride` from row to row, by the codes of half a block, over `inputs` inputs of a chunk. is_last:
+// of its group.
 template <bool kInPlace>
 inline __attribute__((always_inline)) void multiply_chunk(const int8_t* values, int64_t stride, const uint8_t* codes,
                                                           int64_t inputs, bool is_last) {
@@ -140,8 +140,8 @@ inline __attribute__((always_inline)) void multiply_chunk(const int8_t* values, 
   }
 }
 
-// Which blocks of columns tiles multiply, and where results go. Codes of 8 bits are in place: unsigned, with both halves of
-// the columns side by side. Others are signed, and the right half lies behind the left one.
+// Which blocks of columns tiles multiply, and where results go. Codes of 8 bits are in place: unsigned, both halves
+// of the columns side by side. Others are signed, and the right half lies behind the left one.
 struct TiledBlocks {
   struct Opened {
     const uint8_t *codes, *scales;
@@ -163,8 +163,8 @@ struct TiledBlocks {
   virtual void finish(int64_t block, int64_t row, int64_t stop, float (*sums)[kColumns]) = 0;
 };
 
-// Rows in tiles of R, where the last ones begin earlier if R do not remain. With fewer than R rows in all, a tile reads on
-// behind them, and nobody uses those results.
+// Rows in tiles of R, where the last ones begin earlier if R do not remain. With fewer than R rows in all, a tile reads
+// on behind them, and nobody uses those results.
 template <int R>
 struct RowsOfTiles {
   const Rows<Vnni>& rows;
@@ -232,7 +232,8 @@ void multiply_rows(const RowsOfTiles<R>& tiled, const Scaling<R>* scalings, Tile
   alignas(kLine) float results[R][kColumns];
   // The next block's lines, and those of a tile's results, spread over the chunks that tiles multiply before.
   const int64_t bytes = layout.block_bytes(), steps = 2 * tiles * chunks;
-  const int64_t lines = (bytes / kLine + steps - 1) / steps, ahead = bytes / steps, rows_ahead = (R + chunks - 1) / chunks;
+  const int64_t lines = (bytes / kLine + steps - 1) / steps, ahead = bytes / steps;
+  const int64_t rows_ahead = (R + chunks - 1) / chunks;
   int64_t now = 0;
   const auto multiply_next = [&](const int8_t* values, const uint8_t* codes, int64_t c) __attribute__((always_inline)) {
     const PlacedChunk& at = places[c];
@@ -332,8 +333,8 @@ struct BlocksOfWeight : TiledBlocks {
 
 // Multiplies `count` rows by the blocks of columns from `block` to `stop`. Other arguments are those of `multiply`.
 template <int kBits, typename S, typename O>
-void multiply_by_tiles(const Rows<Vnni>& rows, int64_t count, const Layout& layout, const uint8_t* weight, int64_t block,
-                       int64_t stop, const O* residual, O* y, int64_t N, int64_t call, int64_t begin) {
+void multiply_by_tiles(const Rows<Vnni>& rows, int64_t count, const Layout& layout, const uint8_t* weight,
+                       int64_t block, int64_t stop, const O* residual, O* y, int64_t N, int64_t call, int64_t begin) {
   BlocksOfWeight<kBits, O> blocks(layout, weight, residual, y, N);
   const auto multiply = [&](auto size) {
     constexpr int R = size;
@@ -341,7 +342,8 @@ void multiply_by_tiles(const Rows<Vnni>& rows, int64_t count, const Layout& layo
     const Scaling<R>* scalings = lay_out_scalings(tiled, call, begin);
     const amx::Configured tiles_in_use(shape_tiles(layout, R));
     constexpr bool kInPlace = kBits == 8;
-    const auto way = layout.value_rows == 2 ? multiply_rows<kInPlace, R, true, S> : multiply_rows<kInPlace, R, false, S>;
+    const auto way =
+        layout.value_rows == 2 ? multiply_rows<kInPlace, R, true, S> : multiply_rows<kInPlace, R, false, S>;
     way(tiled, scalings, blocks, block, stop);
   };
   const int64_t tiles = (count + amx::kRows - 1) / amx::kRows;
@@ -385,9 +387,9 @@ void multiply_by_tiles(const Rows<Vnni>& rows, int64_t count, const Layout& layo
   return is_exact(true);
 }
 
-// Whether tiles are faster than VNNI for so many rows, as measured (docs/decisions/packed-matmul.md, 2026-11-28). To scale
-// the sums of a chunk takes as long as to multiply it, so chunks of few inputs need more rows or do not pay. Tiles are two
-// chunks ahead, so a block needs as many.
+// Whether tiles are faster than VNNI for so many rows, as measured (docs/decisions/packed-matmul.md, 2026-11-28). To
+// scale the sums of a chunk takes as long as to multiply it, so chunks of few inputs need more rows or do not pay.
+// Tiles are two chunks ahead, so a block needs as many.
 inline bool pays_by_tiles(const Layout& layout, int64_t rows) {
   return layout.chunk >= 32 && layout.chunks() > 1 && rows >= (layout.chunk < 64 ? 16 : 12);
 }
