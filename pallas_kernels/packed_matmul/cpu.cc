@@ -106,9 +106,10 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
 }
 
 #if SLUICE_AMX
-// The number of rows from which AMX tiles are faster.
+// The number of rows from which the kernel uses AMX tiles. With weights of f32 they gain nothing before
+// (docs/decisions/packed-matmul.md, 2026-11-28), and a row has the same bits in every smaller step.
 template <typename W>
-constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 25 : kRows<W> + 1;
+constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 65 : kRows<W> + 1;
 
 // Like `multiply`, with AMX tiles.
 template <typename X, typename W, typename O>
@@ -116,45 +117,48 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
                        bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   constexpr int P = amx::kParts<X>;
   const bool worth_it = M * D * N > 500000;
-  const int64_t tiles = (M + kPiece - 1) / kPiece, size = amx::deep(D) * P * amx::kTile;  // bytes of one tile's rows
-  static_assert(kPiece == amx::kRows);
+  const int64_t pairs = (M + 2 * amx::kRows - 1) / (2 * amx::kRows), tiles = 2 * pairs;
+  const int64_t tile_rows = (M + tiles - 1) / tiles;
+  const int64_t size = amx::deep(D) * P * 2 * amx::kTile;  // of one pair's rows
   static thread_local std::vector<uint16_t> placed;
-  placed.resize(tiles * size);
-  uint16_t* rows = placed.data();
+  placed.resize(pairs * size + kLine / sizeof(uint16_t));
+  uint16_t* rows = align_to_line(placed.data());
   const auto place = [=](int64_t tile) {
     static thread_local std::vector<float> row;
     row.resize(D);
     const bool as_it_is = std::is_same_v<X, float> && scale == nullptr && !gated;
-    for (int64_t i = 0; i < amx::kRows; ++i) {
-      const int64_t m = tile * amx::kRows + i;
+    for (int64_t i = 0; i < tile_rows; ++i) {
+      const int64_t m = tile * tile_rows + i;
       if (m >= M) {
         std::fill(row.begin(), row.end(), 0.0f);
       } else if (!as_it_is) {
         prepare_row(x, m, D, scale, epsilon, gated, row.data());
       }
       amx::place_row<P>(as_it_is && m < M ? reinterpret_cast<const float*>(x) + m * D : row.data(), D,
-                        rows + tile * size + i * amx::kDepth);
+                        rows + tile / 2 * size + tile % 2 * amx::kTile + i * amx::kDepth);
     }
   };
   // As many rows as stay in a second-level cache for a whole run of blocks. Every part of the rows converts the columns
   // again, so too few rows would spend more time on conversion than on products.
-  const int64_t most = std::max<int64_t>(4, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
-  const int64_t run = std::clamp<int64_t>(blocks / 12, 2, 8) * 2, runs = (blocks + run - 1) / run;
-  const int64_t few = std::clamp<int64_t>(4 * spread_over(threads, 64, worth_it) / runs, 1, (tiles + 1) / 2);
-  const int64_t wanted = std::max((tiles + most - 1) / most, few);
-  const int64_t part = (tiles + wanted - 1) / wanted, parts = (tiles + part - 1) / part;
+  const int64_t most = std::max<int64_t>(2, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
+  const int64_t run = std::clamp<int64_t>(blocks / 12, 2, 16), runs = (blocks + run - 1) / run;
+  const int64_t few = std::clamp<int64_t>(4 * spread_over(threads, 64, worth_it) / runs, 1, (pairs + 1) / 2);
+  const int64_t wanted = std::max((pairs + most - 1) / most, few);
+  const int64_t part = (pairs + wanted - 1) / wanted, parts = (pairs + part - 1) / part;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
   const auto product = [=](int64_t i) {
     const int64_t piece = dealt(i, pieces, lanes);
     const int64_t begin = piece % parts * part, first = piece / parts * run;
     amx::multiply_blocks<P>(
-        rows + begin * size, std::min(part, tiles - begin), D, w + first * D * kColumns, std::min(run, blocks - first),
-        [=](int64_t block, int64_t tile, float* sums) {
-          const int64_t top = (begin + tile) * amx::kRows, left = (first + block) * kColumns;
-          for (int64_t m = top; m < std::min(M, top + amx::kRows); ++m)
-            for (int64_t j = 0, n = left; j < 4 && n < N; ++j, n += 16)
-              finish(sums + (j * 16 + m - top) * 16, std::min<int64_t>(16, N - n), scales ? scales + n : nullptr,
+        rows + begin * size, tile_rows, std::min(part, pairs - begin), D, w + first * D * kColumns,
+        std::min(run, blocks - first), [=](int64_t block, int64_t pair, float* sums) {
+          const int64_t top = (begin + pair) * 2 * tile_rows, left = (first + block) * kColumns;
+          for (int64_t m = top; m < std::min(M, top + 2 * tile_rows); ++m) {
+            const int64_t line = (m - top) / tile_rows * 2 * amx::kRows + (m - top) % tile_rows;  // of the left half
+            for (int64_t j = 0, n = left; j < 2 && n < N; ++j, n += 16)
+              finish(sums + (line + j * amx::kRows) * 16, std::min<int64_t>(16, N - n), scales ? scales + n : nullptr,
                      residual ? residual + m * N + n : nullptr, y + m * N + n);
+          }
         });
   };
   spread(threads, tiles, place, pieces, product, worth_it);

@@ -79,12 +79,11 @@ inline const PlacedChunk* place_chunks(const Layout& layout, bool in_place) {
 // or 2, 32].
 template <int kBits>
 void place_block(const Layout& layout, const uint8_t* block, uint8_t* to, uint16_t* supers) {
-  constexpr int64_t kParts = step_inputs(kBits) / 4, kStepBytes = 4 * kColumns * kParts * kBits / 8;
   static_assert(4 * kLanes == kHalf);
   const IntVec zero = all_ints(0x01010101 << (kBits - 1));
-  uint8_t* halves[2] = {to, to + layout.padded() * kColumns / 2};
+  const int64_t group_bytes = layout.group * kColumns / 2, half_bytes = layout.padded() * kColumns / 2;
   const uint8_t* super = nullptr;
-  for (int64_t g = 0; g < layout.num_groups; ++g) {
+  for (int64_t g = 0; g < layout.num_groups; ++g, to += group_bytes) {
     if (layout.begins_super(g)) {
       super = block;
       block += layout.super_bytes();
@@ -93,23 +92,11 @@ void place_block(const Layout& layout, const uint8_t* block, uint8_t* to, uint16
       expand_group(layout, super, g % layout.of_super, supers);
       supers += layout.value_rows * kColumns;
     }
-    for (int64_t k = 0; k < layout.code_bytes; k += kStepBytes, block += kStepBytes) {
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const auto place_part = [&](auto part) __attribute__((always_inline)) {
-          const IntVec codes = codes_at<kBits, part>(block + half * kHalf);
-          _mm512_storeu_si512(halves[half], _mm512_sub_epi8((__m512i)codes, (__m512i)zero));
-          halves[half] += kHalf;
-        };
-        place_part(std::integral_constant<int, 0>());
-        place_part(std::integral_constant<int, 1>());
-        if constexpr (kBits == 6) {
-          place_part(std::integral_constant<int, 2>());
-          place_part(std::integral_constant<int, 3>());
-        }
-      }
-    }
-    block += layout.behind_bytes();
+    expand_codes<kBits>(layout, block, [=](int64_t fours, int64_t at, IntVec codes) __attribute__((always_inline)) {
+      _mm512_storeu_si512(to + fours * kHalf + (at == 0 ? 0 : half_bytes),
+                          _mm512_sub_epi8((__m512i)codes, (__m512i)zero));
+    });
+    block += layout.code_bytes + layout.behind_bytes();
   }
 }
 

@@ -598,11 +598,30 @@ void multiply_tiles(int64_t size, const TileRows<Way>& rows, const Layout& layou
   multiply_passes(std::integral_constant<int, 0>());
 }
 
+// Calls take(fours, at, codes) for the codes of 4 or 6 bits of a group, as bytes: those of the fours-th four inputs, of the
+// columns from byte `at` of their line on.
+template <int kBits, typename Take>
+inline __attribute__((always_inline)) void expand_codes(const Layout& layout, const uint8_t* from, const Take& take) {
+  constexpr int64_t kLines = 4 * kColumns, kParts = step_inputs(kBits) / 4, kStepBytes = kLines * kParts * kBits / 8;
+  for (int64_t k = 0, fours = 0; k < layout.code_bytes; k += kStepBytes, fours += kParts) {
+    for (int64_t at = 0; at < kLines; at += 4 * kLanes) {
+      const auto take_part = [&](auto part) __attribute__((always_inline)) {
+        take(fours + part, at, codes_at<kBits, part>(from + k + at));
+      };
+      take_part(std::integral_constant<int, 0>());
+      take_part(std::integral_constant<int, 1>());
+      if constexpr (kBits == 6) {
+        take_part(std::integral_constant<int, 2>());
+        take_part(std::integral_constant<int, 3>());
+      }
+    }
+  }
+}
+
 // Writes a block of codes of 4 or 6 bits as one of 8, with the same scales. wide: the layout of `to`, which has no
 // superblocks.
 template <int kBits>
 void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide, uint8_t* to) {
-  constexpr int64_t kLines = 4 * kColumns, kParts = step_inputs(kBits) / 4, kStepBytes = kLines * kParts * kBits / 8;
   const int64_t value_bytes = wide.behind_bytes();
   const uint8_t* super = nullptr;
   for (int64_t g = 0; g < layout.num_groups; ++g) {
@@ -610,20 +629,11 @@ void widen_block(const Layout& layout, const uint8_t* block, const Layout& wide,
       super = block;
       block += layout.super_bytes();
     }
-    for (int64_t k = 0; k < layout.code_bytes; k += kStepBytes, block += kStepBytes, to += kParts * kLines) {
-      for (int64_t i = 0; i < kLines; i += 4 * kLanes) {
-        const auto widen_part = [=](auto part) __attribute__((always_inline)) {
-          const IntVec codes = codes_at<kBits, part>(block + i);
-          std::memcpy(to + part * kLines + i, &codes, sizeof codes);
-        };
-        widen_part(std::integral_constant<int, 0>());
-        widen_part(std::integral_constant<int, 1>());
-        if constexpr (kBits == 6) {
-          widen_part(std::integral_constant<int, 2>());
-          widen_part(std::integral_constant<int, 3>());
-        }
-      }
-    }
+    expand_codes<kBits>(layout, block, [=](int64_t fours, int64_t at, IntVec codes) __attribute__((always_inline)) {
+      std::memcpy(to + fours * 4 * kColumns + at, &codes, sizeof codes);
+    });
+    block += layout.code_bytes;
+    to += wide.code_bytes;
     if (layout.of_super) {
       expand_group(layout, super, g % layout.of_super, reinterpret_cast<uint16_t*>(to));
     } else {

@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_in_any_batch(int8: bool) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_bfloat16_matrix_is_widened_exactly(ordered: bool) -> None:
-  for rows in (1, 2, 7, 30, 70):
+  for rows in (1, 2, 7, 12, 70):
     x, w = numbers(rows, 96, 2050, "float32")
     narrow = w.astype(jnp.bfloat16)
     found, expected = (multiply(x, each, ordered=ordered)[0] for each in (narrow, narrow.astype(jnp.float32)))
@@ -304,7 +304,7 @@ _BUGS = {
   "value_of_another_column": ("* load(x + D + k))", "* load(x + k))"),
   "scale_left_out": ("value(normed) * value(scale[k])", "value(normed)"),
   "wrong_row": ("x[m * stride + k] * row[j]", "x[(m ? m - 1 : 0) * stride + k] * row[j]"),
-  "row_in_the_place_of_another": ("nullptr, y + (m + i) * N", "nullptr, y + (m + (i ? i - 1 : 0)) * N"),
+  "row_in_the_place_of_another": ("nullptr, y + (m + i) * N", "nullptr, y + (m + count - 1 - i) * N"),
   "wrong_block": ("from = w + block * D * kColumns", "from = w + (block ? block - 1 : 0) * D * kColumns"),
   "scale_of_another_column": ("sums[n] *= scales[n]", "sums[n] *= scales[n ? n - 1 : 0]"),
   "wrong_column": ("assign(to[n], sums[n])", "assign(to[n], sums[n ? n - 1 : 0])"),

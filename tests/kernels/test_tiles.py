@@ -73,17 +73,22 @@ BUGS_OF_BYTES = {
 }
 BUGS_OF_BFLOAT16 = {
   "a_part_left_out": ("_mm512_sub_ps(v, _mm512_castsi512_ps(high))", "_mm512_setzero_ps()"),
-  "small_parts_left_out": ("Tiles::add_bfloat16<J, 5, 7>();\n        Tiles::add_bfloat16<J, 4, 7>();", ""),
-  "columns_of_the_next_terms": ("(tile * deep(D) + k / kDepth)", "(tile * deep(D))"),
+  "middle_part_of_rows_left_out": ("load_rows(1);\n        add_part();", ""),
+  "middle_part_of_columns_left_out": ("load_columns(1);\n      add_part();", ""),
+  "columns_of_the_next_terms": ("(pair * deep(D) + k / kDepth)", "(pair * deep(D))"),
+  "rows_of_the_first_pair": ("(pair * deep(D) + k / kDepth)", "(k / kDepth)"),
   "sums_begun_anew": ("k == 0", "true"),
+  "sums_stored_at_the_end_alone": ("row_pairs > 1 || last", "last"),
   "what_was_made_twice_over": ("std::swap(ready, next);", ""),
-  "rows_behind_the_last": ("m < std::min(M, top + amx::kRows)", "m < std::min(M, top + amx::kRows) - 1"),
+  "always_the_first_block": ("last ? block + 1 : block", "block"),
+  "rows_behind_the_last": ("m < std::min(M, top + 2 * tile_rows)", "m < std::min(M, top + 2 * tile_rows) - 1"),
   "one_row_of_a_tile": ("i * amx::kDepth", "(i ? i - 1 : 0) * amx::kDepth"),
+  "one_tile_of_a_pair": ("tile % 2 * amx::kTile", "0"),
+  "results_of_the_first_tile": ("(m - top) / tile_rows * 2 * amx::kRows", "0"),
   "odd_terms_left_out": (
-    "k + 1 < D ? load(from + 32 + half * 16) : Vec{}",
-    "k + 2 < D ? load(from + 32 + half * 16) : Vec{}",
+    "k + 1 < left ? load(at + kColumns + half * 16) : Vec{}",
+    "k + 2 < left ? load(at + kColumns + half * 16) : Vec{}",
   ),
-  "second_block_is_the_first": ("block + 1 < count ? from + D * 32 : from", "from"),
 }
 BUGS = BUGS_OF_BYTES | BUGS_OF_BFLOAT16
 
