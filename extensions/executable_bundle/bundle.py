@@ -219,11 +219,13 @@ class Bundle:
 def without_compile_cache() -> Iterator[None]:
   """Disables JAX's compile cache, for programs that the bundle stores.
 
-  The CPU backend cannot serialize an executable that it has loaded: the copy lacks functions.
+  The CPU backend cannot serialize an executable that it has loaded: the copy lacks functions. So executables that JAX
+  holds in memory are forgotten, too: it may have loaded them for an earlier engine of this process.
   """
   enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
   jax.config.update("jax_enable_compilation_cache", False)
   compilation_cache.reset_cache()  # it caches whether it is used
+  jax.clear_caches()
   try:
     yield
   finally:

@@ -34,10 +34,13 @@ def model(tmp_path_factory) -> str:
 def written(model, tmp_path_factory) -> tuple[pathlib.Path, list]:
   """A bundle, and what the engine that wrote it said: nothing may change it, so tests work on copies.
 
-  Its programs were in JAX's compile cache: what comes from there cannot be stored, and must be compiled again.
+  Its programs were in JAX's compile cache, and JAX had loaded them from there for an engine of this process, and kept
+  them in memory. Such programs cannot be stored, and must be compiled again.
   """
   folder, cache = tmp_path_factory.mktemp("bundle") / "programs", str(tmp_path_factory.mktemp("cache"))
   build_engine(BuildOptions(model, compile_cache_dir=cache, **SMALL), lambda *_: None, lambda _: None)
+  jax.clear_caches()
+  build_engine(BuildOptions(model, **SMALL), lambda *_: None, lambda _: None)
   built, events, _ = start(model, folder, write=True, compile_cache_dir=cache)
   return folder, answers(built, events)
 
