@@ -628,7 +628,7 @@ def test_a_bfloat16_embedding_and_head_stay_so_and_give_the_same_bits(tied, tmp_
   save_file({name: value.astype(np.float32) for name, value in values.items()}, tmp_path / "wide" / "model.safetensors")
   mesh, logits, held = make_mesh(jax.devices()[:1]), {}, {}
   for name in ("narrow", "wide"):
-    # Ordered, because AMX tiles multiply fewer rows of bfloat16 than of float32.
+    # Ordered: otherwise AMX tiles multiply from 13 rows on by weights of bfloat16, and from 65 on by those of float32.
     model = open_checkpoint(str(tmp_path / name), mesh, "float32", WeightForm(packed=True, ordered=True)).load()
     logits[name] = np.asarray(dense_logits((model.graphdef, model.params), list(range(3, 40))))
     held[name] = arrays(model)
