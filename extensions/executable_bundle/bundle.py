@@ -219,8 +219,8 @@ class Bundle:
 def without_compile_cache() -> Iterator[None]:
   """Disables JAX's compile cache, for programs that the bundle stores.
 
-  The CPU backend cannot serialize an executable that it has loaded: the copy lacks functions. So executables that JAX
-  holds in memory are forgotten, too: it may have loaded them for an earlier engine of this process.
+  The CPU backend cannot serialize an executable that it has loaded: the copy lacks functions. This also clears the
+  executables that JAX holds in memory, because it may have loaded them for an earlier engine of this process.
   """
   enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
   jax.config.update("jax_enable_compilation_cache", False)

@@ -106,8 +106,8 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
 }
 
 #if SLUICE_AMX
-// The number of rows from which the kernel uses AMX tiles. With weights of f32 they gain nothing before
-// (docs/decisions/packed-matmul.md, 2026-11-28), and a row has the same bits in every smaller step.
+// The number of rows from which the kernel uses AMX tiles. Fewer rows gain nothing with weights of f32
+// (docs/decisions/packed-matmul.md, 2026-11-28), and a row has the same bits in each of these smaller steps.
 template <typename W>
 constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 65 : kRows<W> + 1;
 
