@@ -71,10 +71,12 @@ class Batch:
       starts[r] counts them all as accepted; the device subtracts those that it rejected. Such a row samples, and its
       first token is the one on the device. A constrained row is behind none.
     repeats: this step repeats the previous one, a position later: the same rows, rung and columns, no admissions, and
-      one token a row, which the device knows. It may differ in num_proposals.
+      one token a row, which the device knows. It may differ in num_proposals and fills_draft.
     padded_tokens: tokens after the padding of the batching mode, before the ladder rounds up; above num_tokens only for
       static and dynamic batching. A device may skip the ladder's padding, but not this.
     num_proposals: tokens that a draft model on the device proposes after each sampling row; 0 or its own number.
+    fills_draft: the draft model computes keys and values of the step's tokens though it proposes nothing. Without it
+      and proposals it computes nothing, and its next step takes the tokens that only the device knows as 0.
   """
 
   step: int
@@ -94,6 +96,7 @@ class Batch:
   repeats: bool = False
   behind: tuple[int, ...] = ()
   num_proposals: int = 0
+  fills_draft: bool = False
 
   @property
   def num_tokens(self) -> int:
@@ -142,6 +145,7 @@ class StepResult:
     row_ends: end of each row's tokens in `tokens`; () if every row has one token.
     embeddings: row -> little-endian float32 values of its embedding, for requests with `embed`.
     proposals: row -> tokens that a draft model proposes after the row's tokens, if the Batch wants proposals.
+    fill_seconds: for which the host waited, after the step, for a draft model that proposes nothing.
   """
 
   tokens: Sequence[int]
@@ -150,6 +154,7 @@ class StepResult:
   row_ends: Sequence[int] = ()
   embeddings: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
   proposals: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+  fill_seconds: float = 0.0
 
   def tokens_of(self, row: int) -> tuple[int, ...]:
     """Returns the tokens of a row, in order."""

@@ -442,6 +442,7 @@ class Recorder:
           "device_s": round(record.device_s, 6),
         }
         | ({"row_ends": list(result.row_ends)} if result.row_ends else {})
+        | ({"fill_seconds": result.fill_seconds} if result.fill_seconds else {})
         | ({"proposals": [[row, *found] for row, found in result.proposals.items()]} if result.proposals else {})
         | ({"done": sorted(verdicts.done), "failed": sorted(verdicts.failed.items())} if any(verdicts[:2]) else {})
         | ({"taken": sorted(verdicts.num_taken.items())} if verdicts.num_taken else {})
@@ -492,6 +493,7 @@ def batch_line(batch: Batch, computes_padding: bool) -> dict:
     "num_decodes": batch.token_ids.count(()),
     **({"num_drafts": list(batch.num_drafts)} if batch.num_drafts else {}),
     **({"num_proposals": batch.num_proposals} if batch.num_proposals else {}),
+    **({"fills_draft": True} if batch.fills_draft else {}),
     **({"behind": list(batch.behind)} if batch.behind else {}),
     "blocks": _digest([blocks, batch.new_blocks]),
     "inputs": _digest([told, batch.token_ids]),

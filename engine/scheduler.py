@@ -23,7 +23,6 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
 
 import bisect
 from collections.abc import Mapping
-import dataclasses
 
 from engine.admission import AdmissionControl
 from engine.batch import PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
@@ -265,9 +264,7 @@ class Scheduler:
         speculation.costs.note_slow_step(planned[0].step)
     batch, rows = planned
     if speculation is not None and speculation.model is not None:
-      num_proposals = speculation.choose_proposals(batch, self._launched)
-      if num_proposals:
-        batch = dataclasses.replace(batch, num_proposals=num_proposals)
+      batch = speculation.plan_draft_model(batch, self._launched)
     self._num_steps += 1
     self._times[batch.step] = now
     if self._launched:
@@ -646,8 +643,10 @@ class Scheduler:
     self._last_commit = now
     if self._speculation is not None:
       costs = self._speculation.costs
+      if batch.fills_draft:
+        costs.note_fill(result.fill_seconds)
       if batch.step >= costs.next_note or batch.num_drafts or batch.num_proposals:
-        costs.note_step(batch, len(result.tokens), seconds, batch.step in self._behind_steps)
+        costs.note_step(batch, len(result.tokens), seconds, batch.step in self._behind_steps, result.fill_seconds)
     self._behind_steps.discard(batch.step)
     self._policy.note_step_time(batch.shape.tokens, seconds)
     self._admission.note_step_time(seconds)

@@ -94,6 +94,7 @@ def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch
         frozenset(entry["bad_rows"]),
         row_ends=tuple(entry.get("row_ends", ())),
         proposals={row: tuple(found) for row, *found in entry.get("proposals", ())},
+        fill_seconds=entry.get("fill_seconds", 0.0),
       )
       forced = {row: tuple(tokens) for row, *tokens in entry.get("forced", ())}
       done, failed, taken = (
@@ -138,6 +139,7 @@ def _batch(line: dict[str, Any]) -> Batch:
     token_ids=tuple(token_ids),
     num_drafts=num_drafts,
     num_proposals=line.get("num_proposals", 0),
+    fills_draft=line.get("fills_draft", False),
     behind=tuple(line.get("behind", ())),
   )
 

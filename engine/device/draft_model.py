@@ -13,8 +13,7 @@ import numpy as np
 
 from engine.batch import Batch
 from engine.device import kv_cache
-from engine.device import mesh as mesh_lib
-from engine.device.draft_programs import fill_key, propose_key
+from engine.device.draft_programs import NO_TOKENS_KEY, fill_key, propose_key
 from engine.device.programs import ProgramSpec, layer_key
 from engine.device.step_call import call_unchecked
 from engine.shapes import ShapeLadder, StepShape
@@ -34,10 +33,8 @@ class LaunchedDraft(NamedTuple):
   held: Any
 
   def wait_for_proposals(self, samples: Sequence[bool], bad_rows: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Waits for the program; returns the proposals of each row that samples and is not bad."""
+    """Waits for the program, which proposes; returns the proposals of each row that samples and is not bad."""
     columns = np.asarray(self.found)
-    if not self.has_proposals:
-      return {}
     by_row = columns.T.tolist()
     return {row: tuple(by_row[row]) for row, wants in enumerate(samples) if wants and row not in bad_rows}
 
@@ -64,14 +61,13 @@ class DraftModel:
     self._fill = {shape: call_unchecked(made[fill_key(shape)]) for shape in ladder.rungs()}
     self._propose = {shape: call_unchecked(made[propose_key(shape)]) for shape in ladder.rungs()}
     self.kv: kv_cache.Buffers = tuple(made[layer_key(buffer)]() for buffer in spec.kv)
-    self._last_tokens: jax.Array = mesh_lib.place_array(
-      np.zeros(spec.last_tokens.shape, np.int32), mesh_lib.replicated(spec.mesh)
-    )
+    self._make_no_tokens = made[NO_TOKENS_KEY]
+    self._last_tokens: jax.Array | None = None  # before the next step; None after a step that it left out
 
   def launch(
     self, batch: Batch, last_tokens: jax.Array, output: jax.Array, packed: Any, states: Sequence[jax.Array] = ()
-  ) -> LaunchedDraft:
-    """Starts the program that follows a step, and returns at once.
+  ) -> LaunchedDraft | None:
+    """Starts the program that follows a step, and returns at once; None if `batch` wants nothing of the draft model.
 
     Args:
       batch: the step.
@@ -79,6 +75,11 @@ class DraftModel:
       packed: its packed array, which must stay as it is until the program is done.
       states: for a head, those of the step's layers, one array.
     """
+    if not (batch.num_proposals or batch.fills_draft):
+      self._last_tokens = None
+      return None
+    if self._last_tokens is None:
+      self._last_tokens = self._make_no_tokens()
     execute = (self._propose if batch.num_proposals else self._fill)[batch.shape]
     held = self.kv, self._last_tokens
     arguments = self._last_tokens, last_tokens, output, packed, *states

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from engine.device import kv_cache, sampler
 from engine.device.model_input import Column, Flag, ModelInput, StepLayout, take_back_rejected, unpack
-from engine.device.programs import Program, ProgramSpec, pool_programs, step_options
+from engine.device.programs import Program, ProgramSpec, pool_programs, step_options, zeros_program
 from engine.device.sampler import Sampled
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
@@ -24,6 +24,8 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from pallas_kernels.argmax.api import argmax
 from pallas_kernels.paged_attention.api import implementation
+
+NO_TOKENS_KEY = "draft-no-tokens"  # of the program that makes the last tokens before a step, if they are not known
 
 
 def _decoder(spec: ProgramSpec, params: tuple[jax.Array, ...]) -> Decoder:
@@ -232,7 +234,7 @@ def make_following_programs(
   propose: Callable[..., Any],
   reads_states: bool = False,
 ) -> dict[StepShape | str, Program]:
-  """Returns the programs that follow a step of each rung, by key, and those of the KV buffers.
+  """Returns the programs that follow a step of each rung, by key, and those of the arrays that they take.
 
   Args:
     spec, target, rungs, num_proposals: as in draft_programs.
@@ -257,4 +259,4 @@ def make_following_programs(
     ):
       results = spec.kv, spec.last_tokens, spec.whole(size, jnp.int32)
       programs[key] = Program(key, function, arguments, results, (1, 2), step_options(spec))
-  return programs | pool_programs(spec)
+  return programs | pool_programs(spec) | {NO_TOKENS_KEY: zeros_program(spec, NO_TOKENS_KEY, spec.last_tokens)}

@@ -15,7 +15,9 @@ import logging
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
+import time
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from engine.errors import CheckpointError, ConfigError
 
 MARKER = "sluice.json"
 _WEIGHTS, _FORMAT = "weights", 1
+_SECONDS_TO_REMOVE = 10.0
 
 
 def is_orbax_folder(folder: pathlib.Path) -> bool:
@@ -115,8 +118,8 @@ def save_orbax_folder(
   import orbax.checkpoint as ocp
 
   try:
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
-      draft = pathlib.Path(parent).resolve() / folder.name
+    with _temporary_folder(folder) as parent:
+      draft = parent.resolve() / folder.name
       draft.mkdir()
       for file in files:
         shutil.copyfile(file, draft / file.name)
@@ -130,6 +133,24 @@ def save_orbax_folder(
       os.rename(draft, folder)
   except Exception as error:  # Orbax raises errors of many types
     raise CheckpointError(f"{folder}: cannot be written ({' '.join(str(error).split())})") from error
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Makes a folder next to `folder`, and removes it.
+
+  After an error, Orbax's threads may add files for a moment, so the folder is removed until it stays away. Callers see
+  the error of the writing.
+  """
+  temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+  try:
+    yield temporary
+  finally:
+    deadline = time.monotonic() + _SECONDS_TO_REMOVE
+    while temporary.exists() and time.monotonic() < deadline:
+      shutil.rmtree(temporary, ignore_errors=True)
+      if sys.exception() is not None:
+        time.sleep(0.1)
 
 
 def _covered(folder: pathlib.Path) -> list[str]:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import threading
+import time
 from typing import Any
 
 import jax
@@ -170,8 +171,12 @@ class LaunchedStep:
     draft = self._draft
     if draft is None:
       return self._read(output)
+    begin = time.perf_counter()
     draft.found.block_until_ready()  # before `done`: it reads the packed array too
+    seconds = time.perf_counter() - begin
     result = self._read(output)
+    if not draft.has_proposals:
+      return dataclasses.replace(result, fill_seconds=seconds)
     proposals = draft.wait_for_proposals(self._samples, result.bad_rows)
     return dataclasses.replace(result, proposals=proposals) if proposals else result
 
@@ -307,6 +312,7 @@ class ModelRunner:
       empty = Batch(-1, shape, (), (), (), (), (), (), ())
       self.launch(empty).result()
       if self.draft is not None:
+        self.launch(dataclasses.replace(empty, fills_draft=True)).result()
         self.launch(dataclasses.replace(empty, num_proposals=1)).result()
       if self.adapted_calls:
         self._launch(empty, self.adapted_calls[shape], self._adapters).result()

@@ -5,7 +5,7 @@ Pure Python, no clock.
 The unit is a plain step: the time of a step of the same rows without drafts. A step with drafts costs its own time,
 less the plain steps that its tokens would have taken. All drafts together cost at most EARNED_SHARE of the plain
 steps, and FIRST_CREDIT - LEAST_CREDIT + MOST_COST steps more. Gains pay costs back, but are no credit for trials: or
-texts that repeat would pay for trials in those that do not.
+texts that repeat would pay for trials in those that do not. A draft model has an account of its own (draft_fills.py).
 
 A trial that fails costs one step at least, unless it was free: cheap trials would be many, and each of them lengthens a
 gap between tokens, and the gap after it. The 99th percentile of gaps counts them, not their length. So EARNED_SHARE is

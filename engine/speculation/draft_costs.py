@@ -15,6 +15,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.speculation.credit import DraftCredit
 from engine.speculation.draft_choice import DraftChoice, StepOption, add_caution, choose_drafts, limit_seconds
+from engine.speculation.draft_fills import DraftFills
 from engine.speculation.step_quantile import StepQuantile
 from engine.speculation.step_seconds import UNKNOWN, StepSeconds
 
@@ -66,6 +67,7 @@ class DraftCosts:
 
   Attributes:
     credit: what drafts may still cost.
+    fills: decides when a draft model rests; None without one. Times of steps here are without its fills.
     plain_seconds: of the latest noted step without drafts; 0: of none.
     next_note: steps before this one need no note_step, unless they have drafts or proposals.
     is_limited: in the latest choice, one draft would have made the step longer than the limit of config allows.
@@ -73,7 +75,8 @@ class DraftCosts:
 
   def __init__(self, config: EngineConfig):
     self.credit = DraftCredit()
-    self._overlap, self._has_model = config.overlap, config.has_draft_model
+    self.fills = DraftFills() if config.has_draft_model else None
+    self._overlap = config.overlap
     self._computes_padding = config.computes_padding
     self._step_limit = config.most_step_ratio  # of a step with drafts, and of the one after it
     self._has_limit = self._step_limit < math.inf
@@ -87,8 +90,10 @@ class DraftCosts:
     self._alone_used = self._behind_used = None
     if config.computes_padding and self._has_limit:
       self._alone_used, self._behind_used = StepSeconds(None), StepSeconds(None)
-    # The same as the first two, of steps after which a draft model proposes.
-    self._alone_proposing, self._behind_proposing = StepSeconds(ladder), StepSeconds(ladder)
+    # The same as the first two, of steps after which a draft model proposes. They take so much longer that few drafts
+    # may not pay where many do.
+    self._alone_proposing = StepSeconds(ladder, tries_all=True)
+    self._behind_proposing = StepSeconds(ladder, tries_all=True)
     self._late_ratio = 1.0  # that of _LONG_ONE_IN
     self._usual_step, self._high_step = StepQuantile(0.5), StepQuantile(_HIGH_SHARE)  # of plain steps
     self._num_drafted = 0  # steps with drafts, up to _FIRST_DRAFTED
@@ -104,6 +109,10 @@ class DraftCosts:
   def knows_step(self, planned: PlannedStep) -> bool:
     """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
     return bool(planned.num_others) or self._estimate_base(planned) != UNKNOWN
+
+  def allows_trials(self, of_model: bool) -> bool:
+    """Returns whether drafts of a draft model, or others, may be verified if their acceptance is not known."""
+    return self.fills.allows_trials if of_model and self.fills is not None else self.credit.allows_trials
 
   def knows_proposing(self, planned: PlannedStep) -> bool:
     """Returns whether the time of such a step with proposals of a draft model is known."""
@@ -140,6 +149,9 @@ class DraftCosts:
     """
     for table in self._tables().values():
       table.set_hope(self.credit.allows_measuring)
+    if self.fills is not None:
+      for table in (self._alone_proposing, self._behind_proposing):
+        table.set_hope(self.fills.has_requests)
     later = chances_later or chances
     self.is_limited = False
     most = min(planned.most_drafts, sum(map(len, chances)))
@@ -258,7 +270,14 @@ class DraftCosts:
     self._slowed_steps.add(step)
     self.next_note = min(self.next_note, step)
 
-  def note_step(self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool) -> None:
+  def note_fill(self, seconds: float) -> None:
+    """Charges a draft model's fill after a step without proposals, if the time of a plain step is known."""
+    if self.fills is not None and self.plain_seconds > 0:
+      self.fills.charge_fill(seconds / self.plain_seconds)
+
+  def note_step(
+    self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool, fill_seconds: float = 0.0
+  ) -> None:
     """Learns from the time of a committed step, and counts those before it that were not noted.
 
     Steps without drafts that took longer for want of some are apart.
@@ -268,11 +287,15 @@ class DraftCosts:
       num_tokens: that it sampled.
       seconds: from planning, or from the commit of the step before if that is later, to its commit.
       was_behind: the step was planned while the device computed another one.
+      fill_seconds: of them, those of a draft model that proposed nothing; see DraftFills.
     """
+    seconds -= fill_seconds
     drafts, num_steps = batch.num_drafts, batch.step - self._noted_step
     self._noted_step = batch.step
     is_slowed = batch.step in self._slowed_steps
     self._slowed_steps.discard(batch.step)
+    if self.fills is not None:
+      self.fills.earn_steps(num_steps)
     if not (drafts or is_slowed or batch.num_proposals):
       self._note_plain(num_steps)
       if self._num_plain >= _FIRST_NOTES:
@@ -292,7 +315,7 @@ class DraftCosts:
       self._high_step.note_step(seconds, num_steps)
     else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
-      self._charge_step(len(batch.slots), num_tokens, seconds, has_next, is_trial=bool(drafts) or is_slowed)
+      self._charge_step(batch, num_tokens, seconds, has_next, is_trial=bool(drafts) or is_slowed)
     if drafts and self._num_drafted < _FIRST_DRAFTED:
       self._num_drafted += 1
       return
@@ -300,7 +323,7 @@ class DraftCosts:
     if is_slowed and (batch.num_proposals or not was_behind and (batch.masks or not self._overlap)):
       return
     tables = [self._alone_seconds, self._behind_seconds, self._slowed_seconds]
-    if self._has_model:
+    if self.fills is not None:
       tables += [self._alone_proposing, self._behind_proposing]
     table = tables.pop(2 if is_slowed and was_behind else was_behind + 3 * bool(batch.num_proposals))
     if not (drafts or is_slowed or batch.num_proposals):
@@ -327,10 +350,14 @@ class DraftCosts:
     self._num_plain += num_steps
     self.credit.earn_steps(num_steps)
 
-  def _charge_step(self, num_rows: int, num_tokens: int, seconds: float, has_next: bool, is_trial: bool) -> None:
+  def _charge_step(self, batch: Batch, num_tokens: int, seconds: float, has_next: bool, is_trial: bool) -> None:
+    num_rows = len(batch.slots)
     base = (self._behind_seconds if has_next else self._alone_seconds).estimate_step(num_rows)
     if base != UNKNOWN:
-      self.credit.charge_step(seconds / base, num_tokens / num_rows, is_trial)
+      if self.fills is None or not batch.num_proposals:
+        self.credit.charge_step(seconds / base, num_tokens / num_rows, is_trial)
+      if self.fills is not None:
+        self.fills.charge_step(seconds / base, num_rows, sum(batch.num_drafts), bool(batch.num_proposals))
 
   # For traces.
 
@@ -340,6 +367,7 @@ class DraftCosts:
     return {
       **tables,
       "credit": [self.credit.steps, self.credit.look_steps],
+      **({} if self.fills is None else {"fills": self.fills.state()}),
       "plain_seconds": self.plain_seconds,
       "late_ratio": self._late_ratio,
       "plain_quantiles": [self._usual_step.seconds, self._high_step.seconds],
@@ -354,6 +382,8 @@ class DraftCosts:
       if name in state:  # traces of earlier versions lack some
         table.restore_state(state[name])
     self.credit.steps, self.credit.look_steps = state["credit"]
+    if self.fills is not None:
+      self.fills.restore_state(state["fills"])
     self.plain_seconds = state["plain_seconds"]
     self._late_ratio = state.get("late_ratio", 1.0)  # traces of earlier versions lack these three
     self._usual_step.seconds, self._high_step.seconds = state.get("plain_quantiles", (0.0, 0.0))
@@ -363,7 +393,7 @@ class DraftCosts:
 
   def _tables(self) -> dict[str, StepSeconds]:
     tables = {"alone": self._alone_seconds, "behind": self._behind_seconds, "slowed": self._slowed_seconds}
-    if self._has_model:
+    if self.fills is not None:
       tables |= {"alone_proposing": self._alone_proposing, "behind_proposing": self._behind_proposing}
     if self._alone_used is not None and self._behind_used is not None:
       tables |= {"alone_used": self._alone_used, "behind_used": self._behind_used}

@@ -12,7 +12,8 @@ requests, a step looks at those whose latest drafts were accepted, and at a limi
 Costs are bounded, too: see draft_costs.py, which knows what steps take, and credit.py.
 
 A draft model on the device takes time whether its proposals are used or not. So it proposes only after steps where
-drafts as good as its latest ones would pay, and steps with proposals are measured apart from others.
+drafts as good as its latest ones would pay, and steps with proposals are measured apart from others. Where it does not
+pay at all, it rests; see draft_fills.py.
 
 With overlap, a step is planned while the tokens of the one before are unknown. A drafter then guesses past the token
 and the drafts in flight, so its drafts are less likely. If all requests have drafts, the next step may wait instead
@@ -23,7 +24,8 @@ and so known to be rejected before they are computed: the drafts of the next row
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+import dataclasses
 import heapq
 import itertools
 import logging
@@ -187,14 +189,14 @@ class Speculation:
 
   def _estimate_rate(self, tracked: _Tracked, source: str) -> float:
     """Returns the chance that the request's next draft of `source` is accepted."""
-    return self._rates.estimate_rate(tracked.trials, source, self.costs.credit.allows_trials)
+    return self._rates.estimate_rate(tracked.trials, source, self.costs.allows_trials(source == MODEL))
 
   def _estimate_later(self, tracked: _Tracked, source: str) -> float:
     """Returns the chance of each further draft after accepted ones.
 
     One draft is trial enough, so further ones count at what is proved. A draft model's proposals are paid for already.
     """
-    return self._rates.estimate_rate(tracked.trials, source, self.costs.credit.allows_trials and source == MODEL)
+    return self._rates.estimate_rate(tracked.trials, source, source == MODEL and self.costs.allows_trials(True))
 
   def _make_free(self, row: int, tracked: _Tracked, tokens: tuple[int, ...], num_unknown: int) -> DraftCandidate:
     """Returns the candidate of a request without a constraint, whose drafts follow `num_unknown` guesses."""
@@ -206,10 +208,16 @@ class Speculation:
 
   def add_request(self, request: Request) -> None:
     """Starts to watch a request, unless it is watched already or wants no drafts."""
-    if request.speculation == "none" or request.id in self._fresh or request.id in self._tracked:
+    if request.speculation == "none":
+      return
+    if self.costs.fills is not None and request.speculation != "ngram":
+      self.costs.fills.admit_request(request.id, request.num_cached_tokens, request.num_sent_tokens)
+    if self._awaits_proposals:
+      self._fresh.pop(request.id, None)
+    if request.id in self._fresh or request.id in self._tracked:
       return
     may_force = request.constraint is not None and not request.takes_forced
-    if not may_force and self.model is None:
+    if not may_force and not self._awaits_proposals:
       self._fresh[request.id] = request
       self.next_look = min(self.next_look, self._no_looks_until)
     else:
@@ -226,6 +234,8 @@ class Speculation:
     if tracked is None:
       return
     self._end_pause()
+    if self.costs.fills is not None:
+      self.costs.fills.end_request(request_id)
     tracked.request = None
     self._set_aside(request_id)
     try:
@@ -276,9 +286,14 @@ class Speculation:
   # Planning.
 
   @property
+  def _awaits_proposals(self) -> bool:
+    """Whether a draft model may propose tokens for some request. If not, looks are as without one."""
+    return self.model is not None and (self.costs.fills is None or self.costs.fills.has_requests)
+
+  @property
   def _may_look(self) -> bool:
     """Whether the next step may look at requests without accepted drafts. A draft model's proposals need no search."""
-    return self.model is not None or self.costs.credit.allows_looks
+    return self._awaits_proposals or (self.drafter is not self.model and self.costs.credit.allows_looks)
 
   def _take_turns(self) -> list[tuple[str, _Tracked]]:
     """Returns the requests that the next step looks at."""
@@ -302,7 +317,7 @@ class Speculation:
     self.skip_drafts()
     self._step = step
     credit = self.costs.credit
-    if step < self._pause_until or not credit.allows_drafts:
+    if step < self._pause_until or not (credit.allows_drafts or self._awaits_proposals):
       self.next_look = self._pause_until if step < self._pause_until else step + _LONGEST_GAP
       return False
     if self._sleepers:
@@ -333,7 +348,7 @@ class Speculation:
         found[request_id] = tracked
       else:
         self._note_miss(tracked, request, step)
-    if len(looks) > num_lively and self.model is None:
+    if len(looks) > num_lively and not self._awaits_proposals:
       credit.charge_look(len(looks) - num_lively, num_tokens, self.costs.plain_seconds)
     self._proposing = found
     self.next_look = self._find_next_look(step)
@@ -352,8 +367,10 @@ class Speculation:
 
   def _note_miss(self, tracked: _Tracked, request: Request, step: int) -> None:
     """Notes a look that found no draft that may pay. The more in a row, the longer the request rests."""
-    if self.model is not None or tracked.rows or self.drafter.num_indexed(request.id) < request.num_prompt_tokens:
-      return  # a proposal of a model ages, drafts in flight may succeed, a long prompt takes several updates
+    if self._awaits_proposals or tracked.rows:
+      return  # a proposal of a model ages, drafts in flight may succeed
+    if self.drafter is not self.model and self.drafter.num_indexed(request.id) < request.num_prompt_tokens:
+      return  # a long prompt takes several updates
     gap = min(_LONGEST_GAP, 1 << tracked.num_misses)
     tracked.num_misses += 1
     if gap > 1:
@@ -475,14 +492,28 @@ class Speculation:
 
   # A draft model.
 
-  def choose_proposals(self, batch: Batch, in_flight: Container[int]) -> int:
+  def plan_draft_model(self, batch: Batch, in_flight: Collection[int]) -> Batch:
+    """Returns a planned step with what a draft model computes after it.
+
+    Args: in_flight: uncommitted steps before it.
+    """
+    num_proposals = self.choose_proposals(batch, in_flight)
+    if num_proposals:
+      return dataclasses.replace(batch, num_proposals=num_proposals)
+    return dataclasses.replace(batch, fills_draft=True) if self.wants_fill(batch) else batch
+
+  def wants_fill(self, batch: Batch) -> bool:
+    """Returns whether a draft model fills its KV after a planned step without proposals."""
+    return self.costs.fills is not None and self.costs.fills.wants_fill(batch.request_ids)
+
+  def choose_proposals(self, batch: Batch, in_flight: Collection[int]) -> int:
     """Returns how many tokens the draft model proposes after a planned step: 0 if drafts would not pay.
 
     Args: in_flight: uncommitted steps before it.
     """
     step = batch.step
     # With overlap, what an uncommitted step proposes comes first.
-    if self.model is None or step < self._no_proposals_until or self._proposing_step in in_flight:
+    if not self._awaits_proposals or step < self._no_proposals_until or self._proposing_step in in_flight:
       return 0
     num_rows = batch.samples.count(True)
     most = self._most_drafts - num_rows
@@ -490,7 +521,7 @@ class Speculation:
       return 0
     chances, is_free, num_constrained = self._expect_proposals(batch)
     planned = PlannedStep(num_rows, num_rows, num_constrained, 0, most, 0, may_wait=True)
-    if not chances or not self.costs.knows_step(planned) or not self.costs.credit.allows_drafts:
+    if not chances or not self.costs.knows_step(planned):
       return 0
     is_trial = not self.costs.knows_proposing(planned)
     if not is_trial and any(self.costs.choose_counts(planned, chances, is_free, proposing=True).counts):
@@ -510,6 +541,9 @@ class Speculation:
       For each row that may have them, the chances of its drafts, and whether it has no constraint; and the number of
       rows with one.
     """
+    fills = self.costs.fills
+    if fills is None:
+      return [], [], 0
     found, all_free, num_constrained = [], [], 0
     num_drafts = batch.num_drafts or (0,) * len(batch.slots)
     for request_id, samples, count in zip(batch.request_ids, batch.samples, num_drafts, strict=True):
@@ -519,7 +553,7 @@ class Speculation:
         continue
       is_free = request.constraint is None
       num_constrained += not is_free
-      if tracked.wakes_at > batch.step or request.speculation == "ngram" or len(found) == _MOST_LOOKS:
+      if tracked.wakes_at > batch.step or not fills.has_kv(request_id) or len(found) == _MOST_LOOKS:
         continue
       rate = self._estimate_rate(tracked, MODEL)
       if count:
@@ -560,6 +594,8 @@ class Speculation:
       return
     self.next_look = 0
     source, num_expected = tracked.rows.pop(0)
+    if source == MODEL and self.costs.fills is not None:
+      self.costs.fills.note_row(num_drafts, num_accepted)
     tracked.is_lost = bool(tracked.rows) and tracked.rows[0][1] != num_drafts - num_accepted
     if num_expected != num_before:
       return

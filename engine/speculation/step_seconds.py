@@ -37,9 +37,14 @@ _SIZES_OF_A_POWER = 4
 class StepSeconds:
   """Estimates of a step's seconds by its number of tokens."""
 
-  def __init__(self, ladder: ShapeLadder | None):
-    """Args: ladder: its rungs are the sizes, since the device computes padding; None: it computes tokens in use."""
-    self._ladder = ladder
+  def __init__(self, ladder: ShapeLadder | None, tries_all: bool = False):
+    """Sets what sizes are, and which are tried.
+
+    Args:
+      ladder: its rungs are the sizes, since the device computes padding; None: it computes tokens in use.
+      tries_all: a step that is far larger than the known ones may be tried, too.
+    """
+    self._ladder, self._tries_all = ladder, tries_all
     # Size -> number of measurements, seconds or 0 before they are known, time of the latest; also the measurements of
     # which the least will count. Seconds are in units of the scale, so that a change of all sizes is one number.
     self._points: dict[int, list[float]] = {}
@@ -183,7 +188,7 @@ class StepSeconds:
       return UNKNOWN
     below = sizes[above - 1]
     if above == len(sizes):
-      if size > self._largest_trial(below):
+      if size > self._largest_trial(below) and not self._tries_all:
         return UNKNOWN
       return seconds[below] if as_measured else self._extrapolate(size, sizes, seconds)
     share = (size - below) / (sizes[above] - below)

@@ -29,7 +29,8 @@ class ProposalChecker:
 
   def launch(self, batch: Batch):
     wants = self._rng.random() < 0.15
-    launched = self._runner.launch(dataclasses.replace(batch, num_proposals=self._num_proposals * wants))
+    batch = dataclasses.replace(batch, num_proposals=self._num_proposals * wants, fills_draft=True)
+    launched = self._runner.launch(batch)
     checker = self
 
     class Checked:

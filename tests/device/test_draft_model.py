@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.batch import Admission, Batch
+from engine.batch import Admission, Batch, StepResult
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.build import build_engine
@@ -77,6 +78,32 @@ def test_proposals_continue_the_known_tokens(runner, draft_params):
   assert runner.compiles_after_ready == 0
 
 
+def test_steps_that_it_leaves_out_change_no_output(runner):
+  """Nor do proposals and fills after them, whose KV has holes."""
+  rng, kinds = random.Random(3), set()
+
+  class LeavesOut:
+    def launch(self, batch: Batch):
+      kind = rng.choice(("left out", "left out", "fill", "propose"))
+      launched = runner.launch(
+        dataclasses.replace(batch, num_proposals=NUM_PROPOSALS * (kind == "propose"), fills_draft=kind == "fill")
+      )
+
+      class Checked:
+        def result(self) -> StepResult:
+          result = launched.result()
+          assert (result.fill_seconds > 0) == (kind == "fill") and (kind == "propose" or not result.proposals)
+          kinds.add((kind, bool(result.proposals)))
+          return result
+
+      return Checked()
+
+  counts = serve_with_drafts(LeavesOut(), limits_of(runner), 5, count=16)
+  assert counts.accepted > 20 and counts.in_flight > 5, counts
+  assert {("left out", False), ("fill", False), ("propose", True)} <= kinds
+  assert runner.compiles_after_ready == 0
+
+
 @pytest.mark.parametrize("num_tokens", [8, 7, MAX_LEN - 1, MAX_LEN - 3])
 def test_proposals_past_the_table_touch_padding_alone(runner, num_tokens):
   """A request whose blocks are full, or almost; and one at the end of the longest table."""
@@ -100,6 +127,7 @@ def test_proposals_past_the_table_touch_padding_alone(runner, num_tokens):
       token_ids=(piece,),
       admissions=() if start else (admission,),
       num_proposals=NUM_PROPOSALS * is_last,
+      fills_draft=True,
     )
     before = [np.array(each) for each in draft.kv]
     result = runner.launch(batch).result()

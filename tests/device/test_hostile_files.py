@@ -1,6 +1,7 @@
 """Model folders and caches that lie, are broken, or are somebody else's: refused by name, before anything is made."""
 
 import ast
+import contextlib
 import gc
 import hashlib
 import json
@@ -13,10 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
 from jax._src.compiler import get_compile_options
+import orbax.checkpoint as ocp
 import pytest
 
 from engine.device import compile_cache
@@ -438,6 +441,30 @@ def test_a_full_disk_while_converting(pristine, tmp_path):
   assert process.returncode == 1
   # Beside, and in the middle of, what Orbax's threads have to say.
   assert re.search(rf"{tmp_path / 'out'}: cannot be written \(.*File too large", said), said
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.catalogue("G7")
+def test_threads_that_still_write_hide_no_error(pristine, tmp_path, monkeypatch):
+  """Orbax's threads may add files while the folder is removed, and make it again."""
+  writing = []
+
+  def fail(self, directory, *_, **__):
+    def write_on():
+      for number in range(60):
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+          (directory / str(number)).write_text("more")
+        time.sleep(0.002)
+
+    writing.append(threading.Thread(target=write_on))
+    writing[0].start()
+    raise OSError(27, "File too large")
+
+  monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+  with pytest.raises(CheckpointError, match=r"out: cannot be written \(\[Errno 27\] File too large\)"):
+    convert(pristine / "hf", tmp_path / "out", "float32")
+  writing[0].join()
   assert list(tmp_path.iterdir()) == []
 
 

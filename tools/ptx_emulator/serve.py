@@ -200,6 +200,10 @@ class EveryDraft(Speculation):
     """See Speculation."""
     return self._num_proposals if self.model is not None and any(batch.samples) else 0
 
+  def wants_fill(self, batch: Batch) -> bool:
+    """See Speculation."""
+    return self.model is not None
+
 
 def verify_every_draft(engine: Engine) -> None:
   """Lets each step verify all drafts that it can hold. Before the first request."""

@@ -20,6 +20,9 @@ class RandomProposals(RandomChoice):
   def choose_proposals(self, batch: Batch, in_flight) -> int:
     return self._num_proposals if random.Random(~batch.step).random() < 0.5 else 0
 
+  def wants_fill(self, batch: Batch) -> bool:
+    return random.Random(batch.step).random() < 0.7
+
 
 class AllProposals(RandomProposals):
   """Proposals after each step, and as many drafts as a step holds, first rows first."""

@@ -1,0 +1,120 @@
+"""Decides when a draft model rests, because its drafts save less than it takes. Pure Python, no clock.
+
+A draft model proposes from the keys and values of all tokens before, so it fills its KV after each step, also where it
+proposes nothing. That takes a twentieth to a third of a step. While it rests, steps cost what they cost without it.
+Requests that are then running lack some of its KV, so it proposes nothing for them, and begins again with a request
+that is admitted later.
+
+An account in plain steps decides, apart from DraftCredit. Fills and proposals are charged to it, and so is the time
+that the model's drafts add to steps. What these save is added, but no more than was there at the start. At 0 the model
+rests, and each later step adds EARNED_SHARE. So a model that never pays costs FIRST_CREDIT steps, and later this share
+of all steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+FIRST_CREDIT = 16.0  # plain steps, and the most that is saved up
+RESUME_CREDIT = 4.0  # with which the model begins again, and may try what is not known
+EARNED_SHARE = 0.005  # of each step
+MOST_COST = 3.0  # of one step: a longer one waited for other work
+
+
+class DraftFills:
+  """Knows which requests have whole KV of a draft model, and what its fills cost and save.
+
+  Attributes:
+    steps: the account.
+  """
+
+  def __init__(self):
+    self.steps = FIRST_CREDIT
+    self._whole: dict[str, None] = {}  # requests whose KV is whole, in the order of admission
+    self._has_rested = False  # blocks of the prefix cache may lack the model's KV
+    # Of the latest step with drafts: its rows, and the plain steps that each draft took.
+    self._num_rows, self._cost_of_draft = 1, 0.0
+
+  # Requests.
+
+  def admit_request(self, request_id: str, num_cached: int, num_tokens: int) -> None:
+    """Notes that all tokens of a request but `num_cached` of `num_tokens` will be computed from the next step on."""
+    self._whole.pop(request_id, None)
+    if self._has_rested and 2 * num_cached > num_tokens:
+      return
+    if self.steps >= RESUME_CREDIT or (self._whole and self.steps > 0):
+      self._whole[request_id] = None
+
+  def end_request(self, request_id: str) -> None:
+    """Forgets a request, known or not."""
+    self._whole.pop(request_id, None)
+
+  def has_kv(self, request_id: str) -> bool:
+    """Returns whether the draft model may propose tokens for the request."""
+    return request_id in self._whole
+
+  @property
+  def allows_trials(self) -> bool:
+    """Whether drafts of the model may be verified whose acceptance is not known."""
+    return self.steps >= RESUME_CREDIT
+
+  @property
+  def has_requests(self) -> bool:
+    """Whether there is a request for which the draft model may propose tokens."""
+    return bool(self._whole)
+
+  # Steps.
+
+  def wants_fill(self, request_ids: Sequence[str]) -> bool:
+    """Returns whether the draft model fills its KV after a step without proposals. Args: request_ids: of its rows."""
+    if not self._whole:
+      return False
+    is_wanted = any(name in self._whole for name in request_ids)
+    self._has_rested = self._has_rested or not is_wanted
+    return is_wanted
+
+  def earn_steps(self, num_steps: int) -> None:
+    """Adds a share of steps of any kind."""
+    self._charge(-EARNED_SHARE * num_steps)
+
+  def charge_fill(self, num_taken: float) -> None:
+    """Charges a fill after a step without proposals. Args: num_taken: its time, in plain steps."""
+    self._charge(min(MOST_COST, num_taken))
+
+  def charge_step(self, num_taken: float, num_rows: int, num_drafts: int, is_proposing: bool) -> None:
+    """Charges a step after which the model proposed, or notes what drafts cost in one.
+
+    Args: num_taken: its time, in plain steps.
+    """
+    num_taken = min(MOST_COST, num_taken)
+    self._num_rows = num_rows
+    self._cost_of_draft = 0.0
+    if is_proposing:
+      self._charge(num_taken - 1)
+    elif num_drafts:
+      self._cost_of_draft = (num_taken - 1) / num_drafts
+
+  def note_row(self, num_drafts: int, num_accepted: int) -> None:
+    """Charges the model's drafts of a row in the step of the latest charge_step, and adds what they saved."""
+    self._charge(num_drafts * self._cost_of_draft - num_accepted / self._num_rows)
+
+  def _charge(self, num_steps: float) -> None:
+    self.steps = min(FIRST_CREDIT, self.steps - num_steps)
+    if self.steps <= 0 and self._whole:
+      self._whole.clear()
+      self._has_rested = True
+
+  # For traces.
+
+  def state(self) -> dict[str, Any]:
+    """Returns all state of later decisions as plain JSON values; restore_state() is the inverse."""
+    return {
+      "credit": self.steps,
+      "whole": list(self._whole),
+      "has_rested": self._has_rested,
+    }
+
+  def restore_state(self, state: dict[str, Any]) -> None:
+    """Takes back what state() returned."""
+    self.steps = state["credit"]
+    self._whole = dict.fromkeys(state["whole"])
+    self._has_rested = state["has_rested"]
