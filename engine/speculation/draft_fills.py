@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 FIRST_CREDIT = 16.0  # plain steps, and the most that is saved up
-RESUME_CREDIT = 4.0  # with which the model begins again, and may try what is not known
-EARNED_SHARE = 0.005  # of each step
+RESUME_CREDIT = 4.0  # with which the model begins again
+TRIAL_CREDIT = 2.0  # with which it may try what is not known
+EARNED_SHARE = 0.0025  # of each step
 MOST_COST = 3.0  # of one step: a longer one waited for other work
 
 
@@ -30,19 +31,32 @@ class DraftFills:
   def __init__(self):
     self.steps = FIRST_CREDIT
     self._whole: dict[str, None] = {}  # requests whose KV is whole, in the order of admission
-    self._has_rested = False  # blocks of the prefix cache may lack the model's KV
+    self._lacking: set[int] = set()  # blocks without its KV, which the prefix cache may share
     # Of the latest step with drafts: its rows, and the plain steps that each draft took.
     self._num_rows, self._cost_of_draft = 1, 0.0
 
   # Requests.
 
-  def admit_request(self, request_id: str, num_cached: int, num_tokens: int) -> None:
-    """Notes that all tokens of a request but `num_cached` of `num_tokens` will be computed from the next step on."""
+  def admit_request(self, request_id: str, blocks: Sequence[int], num_cached: int, wants_model: bool) -> None:
+    """Decides whether the model fills its KV for a request that joins the next step.
+
+    Args:
+      blocks: its block table, of which the prefix cache had the first `num_cached` blocks.
+      wants_model: the request may have the model's drafts.
+    """
     self._whole.pop(request_id, None)
-    if self._has_rested and 2 * num_cached > num_tokens:
-      return
-    if self.steps >= RESUME_CREDIT or (self._whole and self.steps > 0):
+    has_most = 2 * sum(block in self._lacking for block in blocks[:num_cached]) <= len(blocks)
+    is_paid = self.steps >= RESUME_CREDIT or (self._whole and self.steps > 0)
+    if wants_model and has_most and is_paid:
       self._whole[request_id] = None
+    self.note_blocks(request_id, blocks[num_cached:])
+
+  def note_blocks(self, request_id: str, blocks: Sequence[int]) -> None:
+    """Notes that a request will write into `blocks`."""
+    if request_id in self._whole:
+      self._lacking.difference_update(blocks)
+    else:
+      self._lacking.update(blocks)
 
   def end_request(self, request_id: str) -> None:
     """Forgets a request, known or not."""
@@ -55,7 +69,7 @@ class DraftFills:
   @property
   def allows_trials(self) -> bool:
     """Whether drafts of the model may be verified whose acceptance is not known."""
-    return self.steps >= RESUME_CREDIT
+    return self.steps > TRIAL_CREDIT
 
   @property
   def has_requests(self) -> bool:
@@ -66,11 +80,7 @@ class DraftFills:
 
   def wants_fill(self, request_ids: Sequence[str]) -> bool:
     """Returns whether the draft model fills its KV after a step without proposals. Args: request_ids: of its rows."""
-    if not self._whole:
-      return False
-    is_wanted = any(name in self._whole for name in request_ids)
-    self._has_rested = self._has_rested or not is_wanted
-    return is_wanted
+    return bool(self._whole) and any(name in self._whole for name in request_ids)
 
   def earn_steps(self, num_steps: int) -> None:
     """Adds a share of steps of any kind."""
@@ -101,7 +111,6 @@ class DraftFills:
     self.steps = min(FIRST_CREDIT, self.steps - num_steps)
     if self.steps <= 0 and self._whole:
       self._whole.clear()
-      self._has_rested = True
 
   # For traces.
 
@@ -110,11 +119,11 @@ class DraftFills:
     return {
       "credit": self.steps,
       "whole": list(self._whole),
-      "has_rested": self._has_rested,
+      "lacking": sorted(self._lacking),
     }
 
   def restore_state(self, state: dict[str, Any]) -> None:
     """Takes back what state() returned."""
     self.steps = state["credit"]
     self._whole = dict.fromkeys(state["whole"])
-    self._has_rested = state["has_rested"]
+    self._lacking = set(state["lacking"])

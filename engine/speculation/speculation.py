@@ -157,7 +157,7 @@ class Speculation:
     self.drafter: Drafter = NgramDrafter() if self.model is None else JointDrafter(self.model)
     if self.model is not None and config.speculation == MODEL:
       self.drafter = self.model
-    self._num_proposals = config.num_proposals
+    self._num_proposals, self._block_size = config.num_proposals, config.block_size
     self._most_drafts = min(config.token_budgets[-1], config.max_num_seqs)  # and rows, of the largest rung
     self.waits = False
     self.next_look = 0
@@ -208,10 +208,12 @@ class Speculation:
 
   def add_request(self, request: Request) -> None:
     """Starts to watch a request, unless it is watched already or wants no drafts."""
+    if self.costs.fills is not None:
+      num_cached = request.num_cached_tokens // self._block_size
+      wants_model = request.speculation not in ("none", "ngram")
+      self.costs.fills.admit_request(request.id, request.block_table, num_cached, wants_model)
     if request.speculation == "none":
       return
-    if self.costs.fills is not None and request.speculation != "ngram":
-      self.costs.fills.admit_request(request.id, request.num_cached_tokens, request.num_sent_tokens)
     if self._awaits_proposals:
       self._fresh.pop(request.id, None)
     if request.id in self._fresh or request.id in self._tracked:
@@ -497,6 +499,10 @@ class Speculation:
 
     Args: in_flight: uncommitted steps before it.
     """
+    if batch.new_blocks and self.costs.fills is not None:
+      names = dict(zip(batch.slots, batch.request_ids, strict=True))
+      for slot, _, block in batch.new_blocks:
+        self.costs.fills.note_blocks(names[slot], (block,))
     num_proposals = self.choose_proposals(batch, in_flight)
     if num_proposals:
       return dataclasses.replace(batch, num_proposals=num_proposals)

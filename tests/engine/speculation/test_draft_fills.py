@@ -101,28 +101,38 @@ def test_requests_that_lack_some_of_its_kv_get_no_proposals():
 
 def test_the_account_decides_who_has_whole_kv():
   fills = DraftFills()
-  fills.admit_request("a", 90, 100)
+  fills.admit_request("a", [1, 2], 0, wants_model=True)
   assert fills.has_kv("a") and fills.wants_fill(["b", "a"]) and not fills.wants_fill(["b"])
   for _ in range(int(FIRST_CREDIT / MOST_COST) + 1):
     fills.charge_fill(100.0)  # other work delayed it: it counts as MOST_COST
   assert fills.steps <= 0 and not fills.has_kv("a") and not fills.wants_fill(["a"])
-  fills.admit_request("b", 0, 100)
+  fills.admit_request("b", [1, 2, 3], 2, wants_model=True)
   assert not fills.has_kv("b") and not fills.allows_trials
   fills.earn_steps(int((RESUME_CREDIT - fills.steps) / EARNED_SHARE) + 1)
-  fills.admit_request("c", 51, 100)  # the cached blocks may lack its KV
-  assert not fills.has_kv("c")
-  fills.admit_request("d", 50, 100)
-  assert fills.has_kv("d") and not fills.has_kv("b") and fills.allows_trials
+  fills.admit_request("c", [1, 2, 4], 2, wants_model=True)
+  assert fills.has_kv("c") and not fills.has_kv("b") and fills.allows_trials
   twin = DraftFills()
   twin.restore_state(fills.state())
-  assert twin.state() == fills.state() and twin.has_kv("d")
-  fills.end_request("d")
-  assert not fills.has_requests and not fills.wants_fill(["d"])
+  assert twin.state() == fills.state() and twin.has_kv("c")
+  fills.end_request("c")
+  assert not fills.has_requests and not fills.wants_fill(["c"])
+
+
+def test_cached_blocks_without_its_kv_keep_requests_from_it():
+  fills = DraftFills()
+  fills.admit_request("plain", [1, 2], 0, wants_model=False)
+  fills.note_blocks("plain", [3])
+  fills.admit_request("most", [1, 2, 3, 4, 5], 3, wants_model=True)
+  fills.admit_request("half", [1, 2, 6, 7], 2, wants_model=True)
+  assert not fills.has_kv("plain") and not fills.has_kv("most") and fills.has_kv("half")
+  fills.admit_request("again", [3, 1, 2, 4], 0, wants_model=True)  # these blocks are written anew
+  fills.admit_request("shares", [3, 1, 2, 5], 3, wants_model=True)
+  assert fills.has_kv("again") and fills.has_kv("shares")
 
 
 def test_what_its_drafts_save_pays_for_fills():
   fills = DraftFills()
-  fills.admit_request("a", 0, 10)
+  fills.admit_request("a", [1], 0, wants_model=True)
   for _ in range(100):
     fills.charge_fill(0.5)
     fills.charge_step(1.5, 2, 4, is_proposing=False)
