@@ -229,6 +229,8 @@ class Speculation:
 
   def end_request(self, request_id: str) -> None:
     """Drops all state of a request, known or not."""
+    if self.costs.fills is not None:
+      self.costs.fills.end_request(request_id)
     if self._fresh.pop(request_id, None) is not None:
       self._end_pause()
       return
@@ -236,8 +238,6 @@ class Speculation:
     if tracked is None:
       return
     self._end_pause()
-    if self.costs.fills is not None:
-      self.costs.fills.end_request(request_id)
     tracked.request = None
     self._set_aside(request_id)
     try:
@@ -502,7 +502,7 @@ class Speculation:
     if batch.new_blocks and self.costs.fills is not None:
       names = dict(zip(batch.slots, batch.request_ids, strict=True))
       for slot, _, block in batch.new_blocks:
-        self.costs.fills.note_blocks(names[slot], (block,))
+        self.costs.fills.note_blocks(names.get(slot, ""), (block,))
     num_proposals = self.choose_proposals(batch, in_flight)
     if num_proposals:
       return dataclasses.replace(batch, num_proposals=num_proposals)
