@@ -5,6 +5,7 @@ Offline it uses `LLM`, vLLM's offline API; in real time it uses `AsyncLLM`, as v
 
 import asyncio
 import os
+import pathlib
 import time
 
 from tools.peers import face
@@ -17,9 +18,12 @@ def main():
   parser = face.parser(__doc__)
   parser.add_argument("--kv_gb", type=int, default=1)
   parser.add_argument("--quantized_model", default="", help="folder that tools.quantize wrote, for int8 and int4")
-  parser.add_argument("--dtype", default="", help="of activations; its int4 kernel has no float32")
+  parser.add_argument(
+    "--dtype", default="", help="of activations; its int4 kernel has no float32, nor its int8 kernel on AMX"
+  )
   args = parser.parse_args()
-  dtype = args.dtype or ("bfloat16" if args.precision == "int4" else "float32")
+  needs_bf16 = args.precision == "int4" or (args.precision == "int8" and _has_amx())
+  dtype = args.dtype or ("bfloat16" if needs_bf16 else "float32")
   if args.precision != "f32" and not args.quantized_model:
     raise SystemExit(f"--precision={args.precision} needs --flag=vllm:--quantized_model=DIR, written by tools.quantize")
   os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gb)
@@ -36,6 +40,13 @@ def main():
   }
   about = {"threads": args.threads, "kv_gb": args.kv_gb, "weights": args.precision, "kv": dtype}
   face.serve(lambda: face.Peer(about, _online(settings) if args.realtime else _offline(settings)))
+
+
+def _has_amx():
+  try:
+    return "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text("utf-8").split()
+  except OSError:
+    return False
 
 
 def _offline(settings):
