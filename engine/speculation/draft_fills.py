@@ -109,7 +109,7 @@ class DraftFills:
 
   def _charge(self, num_steps: float) -> None:
     self.steps = min(FIRST_CREDIT, self.steps - num_steps)
-    if self.steps <= 0 and self._whole:
+    if self.steps <= 0:
       self._whole.clear()
 
   # For traces.
