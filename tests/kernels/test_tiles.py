@@ -110,24 +110,24 @@ _EMULATES = (f'-DSLUICE_EMULATED_TILES="{_EMULATION}"',)
 class Emulated:
   """A library whose tiles are emulated."""
 
-  library: ctypes.CDLL
+  compiled_library: ctypes.CDLL
 
   def count_products(self) -> int:
     """Returns the number of products of tiles of bytes since the last call."""
-    self.library.SluiceTileProducts.restype = ctypes.c_int64
-    return self.library.SluiceTileProducts()
+    self.compiled_library.SluiceTileProducts.restype = ctypes.c_int64
+    return self.compiled_library.SluiceTileProducts()
 
   def forget(self) -> None:
     """Begins the counts and faults anew."""
     for name in ("SluiceTileFault", "SluiceTileProducts", "SluiceTilesHeld"):
-      getattr(self.library, name)()
+      getattr(self.compiled_library, name)()
 
   def check_faults(self) -> None:
     """Fails if an instruction would have faulted on a processor, or a thread has kept its tiles."""
-    self.library.SluiceTileFault.restype = ctypes.c_char_p
-    assert self.library.SluiceTileFault() is None
-    self.library.SluiceTilesHeld.restype = ctypes.c_int64
-    assert self.library.SluiceTilesHeld() == 0
+    self.compiled_library.SluiceTileFault.restype = ctypes.c_char_p
+    assert self.compiled_library.SluiceTileFault() is None
+    self.compiled_library.SluiceTilesHeld.restype = ctypes.c_int64
+    assert self.compiled_library.SluiceTilesHeld() == 0
 
 
 @pytest.fixture
@@ -138,8 +138,8 @@ def with_tiles(with_bug: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., E
   def replace(bug: str = "") -> Emulated:
     nonlocal number
     emulated = Emulated(with_bug("packed_matmul", *SEEDED, flags=_EMULATES))
-    number = ctypes.c_int32.in_dll(emulated.library, "SluiceSeededBug")
-    assert emulated.library.SluiceTileTypes() & 1
+    number = ctypes.c_int32.in_dll(emulated.compiled_library, "SluiceSeededBug")
+    assert emulated.compiled_library.SluiceTileTypes() & 1
     emulated.forget()
     number.value = 1 + list(BUGS).index(bug) if bug else 0
     return emulated
@@ -182,7 +182,7 @@ def check_all_bytes(emulated: Emulated) -> None:
 @needs_vnni
 def test_tiles_of_bytes_have_the_bits_of_the_reference(with_tiles: Callable[..., Emulated]) -> None:
   emulated = with_tiles()
-  assert emulated.library.SluiceTileTypes() == 3
+  assert emulated.compiled_library.SluiceTileTypes() == 3
   check_all_bytes(emulated)
   for bits in (4, 6, 8):
     for rows in (12, 13, 16, 17, 25, 31, 33, 70):  # up to five tiles of one size, of which the last begins earlier
@@ -257,11 +257,11 @@ def test_tiles_that_multiply_differently_are_not_used(
 ) -> None:
   """The kernel multiplies a small matrix at first. Here tiles take unsigned codes for signed ones, or the other way."""
   copy = tmp_path / "copy.so"  # which has not looked yet
-  shutil.copyfile(with_tiles().library._name, copy)
+  shutil.copyfile(with_tiles().compiled_library._name, copy)
   emulated = Emulated(ctypes.CDLL(str(copy)))
-  ctypes.c_int32.in_dll(emulated.library, "SluiceSeededBug").value = bug
-  assert emulated.library.SluiceTileTypes() == 1
-  entry = jax.ffi.pycapsule(emulated.library.SluicePackedMatmul)
+  ctypes.c_int32.in_dll(emulated.compiled_library, "SluiceSeededBug").value = bug
+  assert emulated.compiled_library.SluiceTileTypes() == 1
+  entry = jax.ffi.pycapsule(emulated.compiled_library.SluicePackedMatmul)
   jax.ffi.register_ffi_target(tmp_path.name, entry, platform="cpu")
   monkeypatch.setattr(
     native, "bind_call", lambda _, *result, **options: jax.ffi.ffi_call(tmp_path.name, *result, **options)
