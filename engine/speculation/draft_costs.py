@@ -36,6 +36,10 @@ _MOST_LATE_RATIO = 2.0
 # the median plain step may take with drafts, and this ratio of its own time without.
 _HIGH_SHARE = 0.985
 _LEAST_RATIO = 1.02
+# A choice takes the host long right before a step, when its caches are cold. So one with drafts holds for so many more
+# steps that are planned alike, with the same chances to this part.
+_MOST_REPEATS = 7
+_CHANCE_PARTS = 50
 
 
 class PlannedStep(NamedTuple):
@@ -94,6 +98,8 @@ class DraftCosts:
     # may not pay where many do.
     self._alone_proposing = StepSeconds(ladder, tries_all=True)
     self._behind_proposing = StepSeconds(ladder, tries_all=True)
+    self._held_key: list[float] = []  # of the choice that holds; see choose_counts
+    self._held_choice, self._num_repeats_left = DraftChoice([], 0.0), 0
     self._late_ratio = 1.0  # that of _LONG_ONE_IN
     self._usual_step, self._high_step = StepQuantile(0.5), StepQuantile(_HIGH_SHARE)  # of plain steps
     self._num_drafted = 0  # steps with drafts, up to _FIRST_DRAFTED
@@ -116,8 +122,7 @@ class DraftCosts:
 
   def knows_proposing(self, planned: PlannedStep) -> bool:
     """Returns whether the time of such a step with proposals of a draft model is known."""
-    table = self._behind_proposing if self._is_behind(planned) else self._alone_proposing
-    return table.estimate_step(planned.num_tokens) != UNKNOWN
+    return self._select_table(True, self._is_behind(planned)).estimate_step(planned.num_tokens) != UNKNOWN
 
   def _is_behind(self, planned: PlannedStep) -> bool:
     """Returns whether such a step is planned while the device computes another one."""
@@ -125,8 +130,7 @@ class DraftCosts:
 
   def _estimate_base(self, planned: PlannedStep) -> float:
     """Returns the seconds of the step without drafts."""
-    table = self._behind_seconds if self._is_behind(planned) else self._alone_seconds
-    return table.estimate_step(planned.num_tokens)
+    return self._select_table(False, self._is_behind(planned)).estimate_step(planned.num_tokens)
 
   # Choices.
 
@@ -147,12 +151,40 @@ class DraftCosts:
       chances_later: the chances with nothing in flight before the drafts, as far as they are proved; (): as `chances`.
         The next step waits for these alone: a trial costs less if it does not.
     """
+    key = [*planned, proposing, len(chances), *is_free]
+    for row in (*chances, *chances_later):
+      key += len(row), round(_CHANCE_PARTS * row[0]), round(_CHANCE_PARTS * row[-1])
+    if self._num_repeats_left and key == self._held_key:
+      self._num_repeats_left -= 1
+      self.is_limited = False
+      return self._held_choice
+    choice = self._choose_anew(planned, chances, is_free, proposing, chances_later or chances)
+    behind = self._is_behind(planned) and not choice.waits
+    table = self._select_table(proposing, behind)
+    holds = any(choice.counts) and table.knows_size(planned.num_tokens + sum(choice.counts))
+    self._held_key, self._held_choice, self._num_repeats_left = key, choice, _MOST_REPEATS if holds else 0
+    return choice
+
+  def _select_table(self, proposing: bool, behind: bool) -> StepSeconds:
+    """Returns the times of steps, by whether a draft model proposes after them, and whether others are in flight."""
+    if proposing:
+      return self._behind_proposing if behind else self._alone_proposing
+    return self._behind_seconds if behind else self._alone_seconds
+
+  def _choose_anew(
+    self,
+    planned: PlannedStep,
+    chances: Sequence[Sequence[float]],
+    is_free: Sequence[bool],
+    proposing: bool,
+    later: Sequence[Sequence[float]],
+  ) -> DraftChoice:
+    """Does what choose_counts does, without a choice that holds. Args: `later` is chances_later."""
     for table in self._tables().values():
       table.set_hope(self.credit.allows_measuring)
     if self.fills is not None:
       for table in (self._alone_proposing, self._behind_proposing):
         table.set_hope(self.fills.has_requests)
-    later = chances_later or chances
     self.is_limited = False
     most = min(planned.most_drafts, sum(map(len, chances)))
     if planned.num_others:  # they take padding only, because the cost of steps with prompts is not learned
@@ -161,7 +193,7 @@ class DraftCosts:
     if self._is_behind(planned):
       return self._choose_with_next(planned, chances, is_free, proposing, later)
     base = self._alone_seconds.estimate_step(planned.num_tokens)
-    table = self._alone_proposing if proposing else self._alone_seconds
+    table = self._select_table(proposing, behind=False)
     seconds = table.estimate_steps(planned.num_tokens, most)
     if self._has_limit:
       measured, longest = self._measure_limit(self._alone_used, table, planned.num_tokens, most, base)
@@ -206,7 +238,7 @@ class DraftCosts:
     most = min(planned.most_drafts, sum(map(len, chances)))
     num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
     base = self._behind_seconds.estimate_step(num_tokens)
-    table = self._behind_proposing if proposing else self._behind_seconds
+    table = self._select_table(proposing, behind=True)
     seconds = table.estimate_steps(num_tokens, most)
     rest = min(base, self._behind_seconds.estimate_step(num_free))  # of the next step
     slowed = self._slowed_seconds.estimate_step(num_free)
@@ -249,7 +281,7 @@ class DraftCosts:
 
     Args: behind: the seconds of steps planned behind another one.
     """
-    table = self._alone_proposing if proposing else self._alone_seconds
+    table = self._select_table(proposing, behind=False)
     alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0], as_measured)
     return [
       each if other == UNKNOWN else max(each, other + alone[0] - behind[0])
@@ -368,6 +400,7 @@ class DraftCosts:
       **tables,
       "credit": [self.credit.steps, self.credit.look_steps],
       **({} if self.fills is None else {"fills": self.fills.state()}),
+      "held": [self._held_key, list(self._held_choice), self._num_repeats_left],
       "plain_seconds": self.plain_seconds,
       "late_ratio": self._late_ratio,
       "plain_quantiles": [self._usual_step.seconds, self._high_step.seconds],
@@ -384,6 +417,8 @@ class DraftCosts:
     self.credit.steps, self.credit.look_steps = state["credit"]
     if self.fills is not None:
       self.fills.restore_state(state["fills"])
+    key, choice, self._num_repeats_left = state.get("held", [[], ([], 0.0), 0])  # traces of earlier versions lack it
+    self._held_key, self._held_choice = key, DraftChoice(*choice)
     self.plain_seconds = state["plain_seconds"]
     self._late_ratio = state.get("late_ratio", 1.0)  # traces of earlier versions lack these three
     self._usual_step.seconds, self._high_step.seconds = state.get("plain_quantiles", (0.0, 0.0))

@@ -16,10 +16,10 @@ import itertools
 from engine.shapes import ShapeLadder
 
 UNKNOWN = float("inf")  # seconds of a size that is too far from the measured ones to be tried
-# Measurements that make a size known. The least counts: a size that seems cheap is used, and so measured again. Then it
-# is one of those that have a mean.
+# Measurements that make a size known. The least counts: a size that seems cheap is used, and so measured again. Then
+# their lower median counts, which a step that waited for other work does not change.
 _FEW = 3
-_MANY = 8  # measurements from which on a change is one of all sizes
+_MANY = 8  # measurements from which on a mean counts, and a change is one of all sizes
 _RECENT = 0.1  # weight of a measurement among the later ones
 # A longer or shorter step counts as so many times the estimate, or so small a part: it waited for something else, or
 # the commit of the one before did.
@@ -45,8 +45,8 @@ class StepSeconds:
       tries_all: a step that is far larger than the known ones may be tried, too.
     """
     self._ladder, self._tries_all = ladder, tries_all
-    # Size -> number of measurements, seconds or 0 before they are known, time of the latest; also the measurements of
-    # which the least will count. Seconds are in units of the scale, so that a change of all sizes is one number.
+    # Size -> number of measurements, seconds or 0 before they are known, time of the latest; also the measurements
+    # while they are fewer than _MANY. Seconds are in units of the scale, so that a change of all sizes is one number.
     self._points: dict[int, list[float]] = {}
     self._scale = 1.0
     self._num_steps = 0
@@ -72,24 +72,18 @@ class StepSeconds:
       if known and count < _MANY:  # the least of few
         known = min(known, seconds)
       count, first = 0, []
-    if count < _FEW:
+    if count < _MANY:
       count += 1
       first.append(seconds)
-      if count == _FEW:
-        known, latest, first = min(first), self._num_steps, []
+      if count >= _FEW:
+        known, latest = min(first) if count == _FEW else sorted(first)[(count - 1) // 2], self._num_steps
       elif not known:  # otherwise the old time counts until the new one is known
         latest = self._num_steps
-      point[:] = count, known, latest, *first
+      point[:] = count, known, latest, *(first if count < _MANY else ())
       return 1.0
-    factor = 1.0
     seconds = min(max(seconds, known / _MOST_CHANGE), _MOST_CHANGE * known)
-    weight = _RECENT if count >= _MANY else 1 / (count - _FEW + 2)
-    changed = known + weight * (seconds - known)
-    if count >= _MANY:
-      factor = changed / known
-      self._scale *= factor
-    else:
-      known = changed
+    factor = (known + _RECENT * (seconds - known)) / known
+    self._scale *= factor
     point[:] = count + 1, known, self._num_steps
     return factor
 

@@ -2,12 +2,18 @@
 
   python -m tools.bench.speculation [--shape=llama-125m] [--rows=1] [--acceptance=0.7] [--drafts=3] [--turns=10]
 
-Two engines of one model take turns: one without speculation, and one whose drafter proposes the true next token with
-the chance --acceptance, and another token otherwise. A turn generates --tokens tokens for each of `rows` sequences and
-compares them with the first engine's. `ratio` is the median over turns of the tokens a second with drafts to those
-without, `quartiles` are around it, and `least` is that of the worst turn. --acceptance=0 measures the cost of hopeless
-drafts. `ceiling` is the expected tokens of a row in a step, if all its drafts were verified at no cost. `rung` is that
-of most steps with speculation.
+Three engines of one model take turns: one without speculation, one whose drafter proposes the true next token with the
+chance --acceptance, and another token otherwise, and another one without. An engine's place in memory changes its
+speed, so the one with speculation is built between the others. A turn generates --tokens tokens for each of `rows`
+sequences by each engine, and compares them with the first engine's. --acceptance=0 measures the cost of hopeless
+drafts.
+
+  ratio       the mean seconds of both engines without speculation over those with it, the median over turns
+  quartiles   of the ratios of turns; `least` is that of the worst turn
+  same        median and quartiles of one engine without speculation to the other: what differs from 1 there is noise
+  total       the ratio of the seconds of all turns
+  ceiling     expected tokens of a row in a step, if all its drafts were verified at no cost
+  rung        of most steps with speculation
 
 With --draft_model, drafts also cost what a draft model of that shape costs: it runs with random weights and the
 vocabulary of the other model, and the oracle replaces its tokens. With --draft_model=eagle that is an EAGLE-3 head of
@@ -167,6 +173,12 @@ def find_rung(built: Built, before: EngineStats) -> int:
   return max(after, key=lambda rung: after[rung] - earlier.get(rung, 0))
 
 
+def find_quartiles(ratios: Sequence[float]) -> list[float]:
+  """Returns the first and the third quartile, rounded."""
+  ratios = sorted(ratios)
+  return [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
+
+
 def measure(
   model: pathlib.Path,
   rows: int,
@@ -181,35 +193,42 @@ def measure(
 ) -> dict[str, object]:
   """Returns the figures of one setting."""
   more = (overlap, is_random, draft_model, draft_step_limit)
-  plain, drafted = (build(model, tokens, count, *more) for count in (0, drafts))
+  plain, drafted, again = (build(model, tokens, count, *more) for count in (0, drafts, 0))
   oracle = OracleDrafter(acceptance)
   drafted.engine.replace_drafter(OracleModel(oracle) if draft_model else oracle)
   _, outputs = generate(plain, "first", rows, tokens)
   oracle.outputs = {str(row): output for row, output in enumerate(outputs)}
-  plain.runner.seal()  # the second engine compiled after the first one was ready
-  rates: dict[Built, list[float]] = {plain: [], drafted: []}
+  order = [drafted, plain, again]
+  drafted.runner.seal()  # the last engine compiled after it was ready
+  seconds: dict[Built, list[float]] = {built: [] for built in order}
   started = drafted.engine.stats()
   num_steps = 0
   for turn in range(turns + 1):
-    for built in (plain, drafted) if turn % 2 else (drafted, plain):
+    first = turn % 3
+    for built in order[first:] + order[:first]:
       steps_before = built.engine.stats().num_steps
-      seconds, found = generate(built, f"{turn}", rows, tokens)
+      took, found = generate(built, f"{turn}", rows, tokens)
       if found != outputs:
         raise AssertionError("drafts changed an output")
       if turn:  # the first one warms up
-        rates[built].append(rows * (tokens - 1) / seconds)
+        seconds[built].append(took)
         num_steps += built.engine.stats().num_steps - steps_before if built is drafted else 0
-  ratios = sorted(mine / base for mine, base in zip(rates[drafted], rates[plain], strict=True))
+  base = [(one + other) / 2 for one, other in zip(seconds[plain], seconds[again], strict=True)]
+  ratios = [each / mine for each, mine in zip(base, seconds[drafted], strict=True)]
+  same = [one / other for one, other in zip(seconds[plain], seconds[again], strict=True)]
+  made = rows * (tokens - 1)
   return {
     "ratio": round(statistics.median(ratios), 3),
-    "quartiles": [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)],
-    "least": round(ratios[0], 3),
-    "tokens_per_s": round(statistics.median(rates[drafted]), 1),
-    "plain_tokens_per_s": round(statistics.median(rates[plain]), 1),
+    "quartiles": find_quartiles(ratios),
+    "least": round(min(ratios), 3),
+    "same": [round(statistics.median(same), 3), *find_quartiles(same)],
+    "total": round(sum(base) / sum(seconds[drafted]), 3),
+    "tokens_per_s": round(made / statistics.median(seconds[drafted]), 1),
+    "plain_tokens_per_s": round(made / statistics.median(base), 1),
     "tokens_per_row_and_step": round(turns * (tokens - 1) / num_steps, 2),
     "rung": find_rung(drafted, started),
     "ceiling": round(sum(acceptance**place for place in range(drafts + 1)), 2),
-    "compiles_after_ready": plain.runner.compiles_after_ready + drafted.runner.compiles_after_ready,
+    "compiles_after_ready": drafted.runner.compiles_after_ready,
   }
 
 

@@ -43,7 +43,7 @@ from server.proto import sluice_pb2 as pb
 from server.text.constraint_compiler import ConstraintCompiler, OutputGrammar
 from server.text.tokenizer import load_tokenizer
 from tools.arguments import CommandParser, positive_int
-from tools.bench.speculation import find_rung
+from tools.bench.speculation import find_quartiles, find_rung
 from tools.demo_model import corpus
 from tools.demo_model.measure_draft import KINDS, make_messages
 from tools.demo_model.train import chat_ids
@@ -152,11 +152,11 @@ def measure_kind(
   return {
     "kind": kind,
     "ratio": round((medians["plain"] + medians["again"]) / 2 / medians["drafted"], 3),
-    "quartiles": _find_quartiles(
+    "quartiles": _compare_servings(
       [a + b for a, b in zip(servings["plain"], servings["again"], strict=True)],
       [a + a for a in servings["drafted"]],
     ),
-    "same": [round(medians["plain"] / medians["again"], 3), *_find_quartiles(servings["plain"], servings["again"])],
+    "same": [round(medians["plain"] / medians["again"], 3), *_compare_servings(servings["plain"], servings["again"])],
     "least": round((least["plain"] + least["again"]) / 2 / least["drafted"], 3),
     "host_us": [round(1e6 * host[name] / tokens, 1) for name in ("plain", "drafted")],
     "tokens": tokens,
@@ -173,14 +173,15 @@ def _by_turn(servings: list[list[_TextServing]]) -> list[list[float]]:
   return [[served.host_s for served in turn] for turn in zip(*servings, strict=True)]
 
 
-def _find_quartiles(some: list[list[_TextServing]], others: list[list[_TextServing]]) -> list[float]:
+def _compare_servings(some: list[list[_TextServing]], others: list[list[_TextServing]]) -> list[float]:
   """Returns the quartiles of the ratios of seconds, pair by pair."""
-  ratios = sorted(
-    one.seconds / other.seconds
-    for ones, twos in zip(some, others, strict=True)
-    for one, other in zip(ones, twos, strict=True)
+  return find_quartiles(
+    [
+      one.seconds / other.seconds
+      for ones, twos in zip(some, others, strict=True)
+      for one, other in zip(ones, twos, strict=True)
+    ]
   )
-  return [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
 
 
 def _build(model: pathlib.Path, speculation: str, overlap: str, limit: float) -> Built:
