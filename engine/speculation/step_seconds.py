@@ -76,7 +76,7 @@ class StepSeconds:
       count += 1
       first.append(seconds)
       if count >= _FEW:
-        known, latest = min(first) if count == _FEW else sorted(first)[(count - 1) // 2], self._num_steps
+        known, latest = min(first) if count == _FEW else sorted(first)[(len(first) - 1) // 2], self._num_steps
       elif not known:  # otherwise the old time counts until the new one is known
         latest = self._num_steps
       point[:] = count, known, latest, *(first if count < _MANY else ())
