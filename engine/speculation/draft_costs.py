@@ -305,7 +305,7 @@ class DraftCosts:
   def note_fill(self, seconds: float) -> None:
     """Charges a draft model's fill after a step without proposals, if the time of a plain step is known."""
     if self.fills is not None and self.plain_seconds > 0:
-      self.fills.charge_fill(seconds / self.plain_seconds)
+      self.fills.charge_fill(seconds, self.plain_seconds)
 
   def note_step(
     self, batch: Batch, num_tokens: int, seconds: float, was_behind: bool, fill_seconds: float = 0.0

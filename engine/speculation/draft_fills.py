@@ -19,6 +19,7 @@ RESUME_CREDIT = 4.0  # with which the model begins again
 TRIAL_CREDIT = 2.0  # with which it may try what is not known
 EARNED_SHARE = 0.0025  # of each step
 MOST_COST = 3.0  # of one step: a longer one waited for other work
+FILL_HOST_SECONDS = 150e-6  # of planning and launching a fill, on a CPU whose cores compute meanwhile
 
 
 class DraftFills:
@@ -86,9 +87,14 @@ class DraftFills:
     """Adds a share of steps of any kind."""
     self._charge(-EARNED_SHARE * num_steps)
 
-  def charge_fill(self, num_taken: float) -> None:
-    """Charges a fill after a step without proposals. Args: num_taken: its time, in plain steps."""
-    self._charge(min(MOST_COST, num_taken))
+  def charge_fill(self, seconds: float, plain_seconds: float) -> None:
+    """Charges a fill after a step without proposals, and the host's part of it.
+
+    Args:
+      seconds: for which the host waited for it.
+      plain_seconds: of a plain step.
+    """
+    self._charge(min(MOST_COST, (seconds + FILL_HOST_SECONDS) / plain_seconds))
 
   def charge_step(self, num_taken: float, num_rows: int, num_drafts: int, is_proposing: bool) -> None:
     """Charges a step after which the model proposed, or notes what drafts cost in one.

@@ -104,7 +104,7 @@ def test_the_account_decides_who_has_whole_kv():
   fills.admit_request("a", [1, 2], 0, wants_model=True)
   assert fills.has_kv("a") and fills.wants_fill(["b", "a"]) and not fills.wants_fill(["b"])
   for _ in range(int(FIRST_CREDIT / MOST_COST) + 1):
-    fills.charge_fill(100.0)  # other work delayed it: it counts as MOST_COST
+    fills.charge_fill(100.0, 1.0)  # other work delayed it: it counts as MOST_COST
   assert fills.steps <= 0 and not fills.has_kv("a") and not fills.wants_fill(["a"])
   fills.admit_request("b", [1, 2, 3], 2, wants_model=True)
   assert not fills.has_kv("b") and not fills.allows_trials
@@ -134,12 +134,12 @@ def test_what_its_drafts_save_pays_for_fills():
   fills = DraftFills()
   fills.admit_request("a", [1], 0, wants_model=True)
   for _ in range(100):
-    fills.charge_fill(0.5)
+    fills.charge_fill(0.5, 1.0)
     fills.charge_step(1.5, 2, 4, is_proposing=False)
     fills.note_row(2, 2)  # of two rows: a step saved, and a quarter of one charged
   assert fills.has_kv("a") and fills.steps == FIRST_CREDIT - 0.0
   for _ in range(100):
-    fills.charge_fill(0.5)
+    fills.charge_fill(0.5, 1.0)
     fills.charge_step(1.5, 2, 4, is_proposing=True)
     fills.note_row(2, 1)
   assert not fills.has_kv("a")
