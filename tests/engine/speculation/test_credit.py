@@ -176,7 +176,9 @@ def some_late(seed: int) -> Callable:
   rng = random.Random(seed)
 
   def seconds(num_tokens: int) -> float:
-    usual = (0.8 if num_tokens == 1 else 0.93 + 0.008 * num_tokens if num_tokens <= 8 else 1.2 + 0.02 * num_tokens) / 1e3
+    usual = (
+      0.8 if num_tokens == 1 else 0.93 + 0.008 * num_tokens if num_tokens <= 8 else 1.2 + 0.02 * num_tokens
+    ) / 1e3
     return usual * rng.lognormvariate(0, 0.04) * (rng.uniform(1.5, 3) if rng.random() < 0.1 else 1)
 
   return seconds
