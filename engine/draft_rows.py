@@ -77,17 +77,21 @@ class DraftPlanner:
       pool: of the blocks.
     """
     block_size, ladder = self._config.block_size, self._ladder
+    num_constrained, is_behind = 0, False
+    for request in decodes:
+      num_constrained += request.constraint is not None
+      is_behind = is_behind or request.num_drafts > 0
     # Each running request may need a block soon, as admissions assume.
     blocks_left = max(0, pool.num_free - size.num_running)
     step = PlannedStep(
       num_tokens=size.num_tokens,
       num_decodes=len(decodes),
-      num_constrained=sum(request.constraint is not None for request in decodes),
+      num_constrained=num_constrained,
       num_others=len(plan.requests),
       most_drafts=min(ladder.max_tokens - size.num_tokens, ladder.max_logits - size.num_logits),
       num_padding=size.shape.tokens - size.num_tokens if self._config.computes_padding else 0,
       may_wait=len(decodes) == size.num_running,
-      is_behind=any(request.num_drafts for request in decodes),
+      is_behind=is_behind,
     )
     if not speculation.knows_step(step):
       return 0

@@ -17,7 +17,7 @@ from engine.adapters import Adapter, AdapterInfo, AdapterTable, AdapterWeights
 from engine.batch import AdapterWriter, Batch, BlockStore, Launched, Runner
 from engine.errors import ConfigError, DuplicateRequest, Unavailable
 from engine.prefix_events import PrefixEventLog
-from engine.recorder import EngineStats, Recorder, StepRecord
+from engine.recorder import EngineStats, Recorder, StartedRecord, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.speculation.drafter import Drafter
@@ -27,6 +27,7 @@ IDLE_WAIT_S = 0.2  # longest sleep of an idle loop; limits the age of the heartb
 
 Clock = Callable[[], float]
 Emit = Callable[[list[TokenEvent]], None]
+StepInFlight = tuple[Batch, Launched, StartedRecord, float, float]  # and host_s of the record, and when it was launched
 
 
 class Engine:
@@ -65,7 +66,7 @@ class Engine:
     self._loading: dict[Adapter, Future[None]] = {}
     self._draining: dict[Adapter, list[Future[None]]] = {}
     self._written: list[tuple[Future[None], ValueError | None]] = []  # to complete without the lock; engine thread only
-    self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
+    self._in_flight: StepInFlight | None = None
     self._last_arrival = 0.0  # arrival time of the latest committed step's values
     if self._store is not None:
       self._store.notify_copies(self.wake)
@@ -283,7 +284,7 @@ class Engine:
     # A step may be empty although requests run: one was preempted for another, which then was preempted too.
     return step is not None or self._in_flight is not None or self._scheduler.num_running > 0
 
-  def _launch(self, now: float) -> tuple[Batch, Launched, StepRecord, float] | None:
+  def _launch(self, now: float) -> StepInFlight | None:
     scheduler = self._scheduler
     num_preemptions = scheduler.num_preemptions
     batch = scheduler.schedule(now)
@@ -292,10 +293,10 @@ class Engine:
     self.recorder.trace_schedule(now, batch, scheduler)
     if batch is None:
       return None
-    record = self.recorder.start_record(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
     launched = self._runner.launch(batch)
     launch_time = self._clock()
-    return batch, launched, record._replace(host_s=launch_time - now), launch_time
+    record = self.recorder.start_record(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
+    return batch, launched, record, launch_time - now, launch_time
 
   def _take_copies(self, store: BlockStore) -> None:
     """Takes the copies between device and host that are complete, and writes fetched blocks into the pool."""
@@ -319,20 +320,20 @@ class Engine:
     while fetches := loads.take_fetches():
       store.fetch_blocks(fetches)
 
-  def _commit(self, in_flight: tuple[Batch, Launched, StepRecord, float]) -> list[TokenEvent]:
-    batch, launched, record, launch_time = in_flight
+  def _commit(self, in_flight: StepInFlight) -> list[TokenEvent]:
+    batch, launched, record, host_s, launch_time = in_flight
     result = launched.result()
     now = self._clock()
-    record = record._replace(device_s=now - max(launch_time, self._last_arrival))
+    device_s = now - max(launch_time, self._last_arrival)
     self._last_arrival = now
-    if batch.num_drafts:
-      record = self.recorder.record_drafts(batch, result, record)
+    num_drafts, num_accepted = self.recorder.count_drafts(batch, result) if batch.num_drafts else (0, 0)
     verdicts = self._scheduler.judge_tokens(batch, result)
     if verdicts.forced:
-      self.recorder.record_forced(verdicts)
-    self.recorder.trace_commit(batch, result, now, record, verdicts)
+      self.recorder.count_forced(verdicts)
+    self.recorder.trace_commit(batch, result, now, verdicts, host_s, device_s)
     events = self._scheduler.commit(batch, result, now, verdicts)
-    self.recorder.keep_record(record._replace(commit_s=self._clock() - now))
+    commit_s = self._clock() - now
+    self.recorder.keep_record(StepRecord._make((*record, host_s, device_s, commit_s, num_drafts, num_accepted)))
     return events
 
   def _take_messages(self) -> tuple[list[TokenEvent], bool]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import operator
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from engine.batch import MAX_DRAFTS, Batch, StepResult
 from engine.constraint import Verdicts
@@ -85,6 +85,11 @@ class StepRecord(NamedTuple):
   def skipped(self) -> int:
     """Tokens of the shape that the device skips."""
     return self.shape_tokens - self.decode_tokens - self.prefill_tokens - self.padding
+
+
+# The fields of a StepRecord before host_s, once its step is planned. The complete record is made once, at its commit:
+# right after a step, each change of one takes 5 us.
+StartedRecord = tuple[Any, ...]
 
 
 class RequestRecord(NamedTuple):
@@ -233,8 +238,9 @@ class Recorder:
     self.num_cached_tokens = 0
     self.num_output_tokens = 0
     self.num_lost_tokens = 0
-    self.rungs: dict[int, RungTotals] = {}
-    self.drafts = DraftCounts()
+    self._rung_sums: dict[int, list[Any]] = {}  # fields of RungTotals by token budget
+    self._draft_sums = [0, 0, 0]  # rows, tokens and forced of DraftCounts
+    self._accepted_at = [0] * MAX_DRAFTS
     self.finished = dict.fromkeys(FinishReason, 0)
     self.num_numerical_errors = 0
     self.trace_error: OSError | None = None  # the error that ended the latest trace early
@@ -247,8 +253,14 @@ class Recorder:
 
   # Counters.
 
-  def start_record(self, batch: Batch, scheduler: Scheduler, now: float, num_preemptions: int) -> StepRecord:
-    """Returns the record of a step just launched; keep_record() adds its times."""
+  @property
+  def drafts(self) -> DraftCounts:
+    """What became of draft tokens so far."""
+    rows, tokens, forced = self._draft_sums
+    return DraftCounts(rows, tokens, tuple(self._accepted_at), forced)
+
+  def start_record(self, batch: Batch, scheduler: Scheduler, now: float, num_preemptions: int) -> StartedRecord:
+    """Returns the fields of a StepRecord that are known before the step."""
     counts, starts = batch.counts, batch.starts
     num_rows, num_tokens = len(counts), sum(counts)
     first = decode_rows = batch.token_ids.count(())  # the leading ones
@@ -269,7 +281,7 @@ class Recorder:
     num_waiting, num_running = scheduler.num_waiting, scheduler.num_running
     if batch.step % (num_running // KV_ROWS or 1) == 0:
       self._kv_usage = scheduler.kv_usage()
-    return StepRecord(
+    return (
       batch.step,
       self.side,
       now,
@@ -289,33 +301,42 @@ class Recorder:
       num_waiting,
       num_running,
       num_preemptions,
-      0.0,
-      0.0,
-      0.0,
     )
 
-  def record_drafts(self, batch: Batch, result: StepResult, record: StepRecord) -> StepRecord:
-    """Counts the drafts of a step, and returns its record with them."""
-    accepted_at = [0] * MAX_DRAFTS
+  def count_drafts(self, batch: Batch, result: StepResult) -> tuple[int, int]:
+    """Counts the drafts of a step; returns them, and the accepted ones."""
+    num_rows = num_tokens = num_accepted = 0
     for row, num_drafts in enumerate(batch.num_drafts):
-      if num_drafts and row not in result.bad_rows:
-        for position in range(len(result.tokens_of(row)) - 1):
-          accepted_at[position] += 1
-    num_rows, num_drafts = len(batch.num_drafts) - batch.num_drafts.count(0), sum(batch.num_drafts)
-    self.drafts = self.drafts.plus(DraftCounts(num_rows, num_drafts, tuple(accepted_at)))
-    return record._replace(num_drafts=num_drafts, num_accepted=sum(accepted_at))
+      if num_drafts:
+        num_rows += 1
+        num_tokens += num_drafts
+        if row not in result.bad_rows:
+          accepted = len(result.tokens_of(row)) - 1
+          num_accepted += accepted
+          for position in range(accepted):
+            self._accepted_at[position] += 1
+    self._draft_sums[0] += num_rows
+    self._draft_sums[1] += num_tokens
+    return num_tokens, num_accepted
 
-  def record_forced(self, verdicts: Verdicts) -> None:
+  def count_forced(self, verdicts: Verdicts) -> None:
     """Counts the tokens that follow those of a step because their constraints allow no others."""
-    self.drafts = self.drafts.plus(DraftCounts(forced=sum(map(len, verdicts.forced.values()))))
+    self._draft_sums[2] += sum(map(len, verdicts.forced.values()))
 
   def keep_record(self, record: StepRecord) -> None:
     """Keeps a complete record."""
     self.steps.append(record)
     self.num_steps += 1
-    counts = record.decode_tokens, record.prefill_tokens, record.padding, record.idle_slots
-    step = RungTotals(1, *counts, record.host_s, record.device_s)
-    self.rungs[record.shape_tokens] = step.plus(self.rungs.get(record.shape_tokens, RungTotals()))
+    sums = self._rung_sums.get(record.shape_tokens)
+    if sums is None:
+      sums = self._rung_sums[record.shape_tokens] = [*RungTotals()]
+    sums[0] += 1
+    sums[1] += record.decode_tokens
+    sums[2] += record.prefill_tokens
+    sums[3] += record.padding
+    sums[4] += record.idle_slots
+    sums[5] += record.host_s
+    sums[6] += record.device_s
 
   def count_events(self, events: list[TokenEvent]) -> None:
     """Counts tokens and finished requests."""
@@ -352,7 +373,8 @@ class Recorder:
 
   def stats(self, scheduler: Scheduler, num_live: int, num_steps: int) -> EngineStats:
     """Returns a snapshot with the latest `num_steps` records."""
-    pool, rungs = scheduler.pool, dict(self.rungs)
+    pool = scheduler.pool
+    rungs = {tokens: RungTotals(*sums) for tokens, sums in dict(self._rung_sums).items()}
     total = functools.reduce(RungTotals.plus, rungs.values(), RungTotals())
     return EngineStats(
       num_waiting=scheduler.num_waiting,
@@ -428,8 +450,10 @@ class Recorder:
       found = {name: [draft.is_forced, *draft.tokens] for name, draft in drafts.items()}
       self._line({"event": "schedule", "now": now, "batch": line} | ({"drafts": found} if found else {}))
 
-  def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord, verdicts: Verdicts) -> None:
-    """Traces the values of a step; call before committing them."""
+  def trace_commit(
+    self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts, host_s: float, device_s: float
+  ) -> None:
+    """Traces the values of a step; call before committing them. Args: host_s, device_s: see StepRecord."""
     if self._trace is not None:
       self._line(
         {
@@ -438,8 +462,8 @@ class Recorder:
           "now": now,
           "tokens": [int(token) for token in result.tokens],
           "bad_rows": sorted(result.bad_rows),
-          "host_s": round(record.host_s, 6),
-          "device_s": round(record.device_s, 6),
+          "host_s": round(host_s, 6),
+          "device_s": round(device_s, 6),
         }
         | ({"row_ends": list(result.row_ends)} if result.row_ends else {})
         | ({"fill_seconds": result.fill_seconds} if result.fill_seconds else {})

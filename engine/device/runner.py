@@ -29,6 +29,7 @@ from engine.device.step_packer import EmbeddingRow, LogitRows, Packer, flags_of
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
 
+_FEW_LOGITS = 64  # logit rows of a rung whose output becomes lists whole
 # (activity, done, total)
 Progress = Callable[[str, int, int], None]
 # from the KV buffers (donated), the blocks to fill and an Admission's `imported` to the KV buffers
@@ -186,8 +187,11 @@ class LaunchedStep:
       done()
     rows = self._rows
     num_logits = len(rows.targets)
-    # One call for both, then lists, because each kind of numpy call costs 20 us right after a step.
-    sampled, bad = output[:2, :num_logits].tolist()
+    # As few calls as possible, then lists, because each kind of numpy call costs 20 us right after a step.
+    if output.shape[1] <= _FEW_LOGITS:
+      sampled, bad = (line[:num_logits] for line in output.tolist()[:2])
+    else:
+      sampled, bad = output[:2, :num_logits].tolist()
     accepted = _accept_drafts(rows.drafts, sampled, bad) if rows.drafts else {}
     bad_rows: frozenset[int] = frozenset()
     if any(bad):
@@ -276,6 +280,7 @@ class ModelRunner:
     self._returns_states = int(bool(spec.feature_layers))  # arrays of a step that only the draft model reads
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
+    self._finished: list[Any] = []  # arrays of completed steps, to be released while the device computes the next one
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights)
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
@@ -362,9 +367,11 @@ class ModelRunner:
       states, outputs = outputs[len(outputs) - self._returns_states :], outputs[: len(outputs) - self._returns_states]
       draft = self.draft.launch(batch, self._last_tokens, outputs[0], packed.argument, states)
     embeds = self._packer.embedding_rows(batch)
+    self._finished.clear()  # the device has work now
 
-    def give_back(donated: Any = donated) -> None:
-      """Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now."""
+    def give_back(held: Any = (donated, outputs)) -> None:
+      """Returns the packed arrays. It keeps other arrays of the step, whose release takes 30 us, until the next one."""
+      self._finished.append(held)
       call.give_back(packed)
       for of_lines, lines in masks:
         of_lines.give_back(lines)

@@ -17,6 +17,7 @@ from engine.shapes import StepShape
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: a lower temperature would overflow
 _SMALL_STEP = 32  # tokens of a step up to which numpy's calls take longer than values one by one
+_SMALL_KINDS = 8  # of such steps, of which the packer keeps what they have in common
 
 
 def _field(layout: StepLayout, packed: np.ndarray, name: str) -> np.ndarray:
@@ -149,7 +150,7 @@ class _SmallSteps:
   """What small steps of the same rows and numbers of tokens have in common.
 
   Attributes:
-    values: the packed array up to the end of its columns, with 0 for what differs.
+    values: the packed array, with 0 for what differs.
     last, targets: see LogitRows.
     drafted: (row, first logit row) of rows with drafts.
   """
@@ -190,7 +191,7 @@ class _SmallSteps:
     columns[Column.TARGET] = [-1] * num_logits
     for column in (Column.SLOT, Column.MASK):
       columns[column] += [num_slots] * (num_logits - ends[-1])
-    values = array("i", bytes(4 * (layout.fields["columns"][0] + len(Column) * num_logits)))
+    values = array("i", bytes(4 * layout.size))
     for name, numbers in (
       ("used", [ends[-1], ends[-1]]),
       ("query_starts", [0, *ends, *[ends[-1]] * (layout.shape.rows - len(ends))]),
@@ -245,7 +246,8 @@ class Packer:
     # Slots whose rows need more than values of the slot: those with an adapter, log probabilities or min_tokens.
     self._intricate: set[int] = set()
     self._latest: _Repetition | None = None  # the latest step, if the next may repeat it
-    self._small: _SmallSteps | None = None  # the latest step without numpy, if no slot has changed since
+    # What each of the latest kinds of steps without numpy has in common, if no slot has changed since.
+    self._small: list[_SmallSteps] = []
 
   def layout(self, shape: StepShape) -> StepLayout:
     """Returns the layout of `shape`'s packed array."""
@@ -253,7 +255,8 @@ class Packer:
 
   def admit(self, admission: Admission) -> None:
     """Writes a slot for a new request."""
-    self._latest = self._small = None
+    self._latest = None
+    self._small.clear()
     slot, params = admission.slot, admission.params
     table = self._block_tables[slot]
     table[:] = 0
@@ -339,7 +342,6 @@ class Packer:
     if batch.repeats and latest is not None:
       latest.pack_next(batch, layout, self._block_size, packed)
       return packed, latest.rows
-    packed.fill(0)
     rows = (self._pack_small if self._is_small(batch, layout) else self._pack)(batch, layout, packed)
     repeats = rows.plain and not any(batch.token_ids) and not batch.behind
     self._latest = _Repetition(batch, layout, packed, rows) if repeats else None
@@ -358,18 +360,25 @@ class Packer:
       and not layout.plans
     )
 
+  def _find_small(self, batch: Batch, layout: StepLayout) -> _SmallSteps:
+    """Returns what the step has in common with others of its rows and counts, with and without drafts."""
+    for small in reversed(self._small):
+      if small.fits(batch, layout):
+        return small
+    columns = [self._column_view[slot :: self._num_slots + 1].tolist() for slot in batch.slots]
+    small = _SmallSteps(batch, layout, columns, self._num_slots)
+    self._small = [*self._small[1 - _SMALL_KINDS :], small]
+    return small
+
   def _pack_small(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
     """Does what `_pack` does for a step that `_is_small`, without numpy.
 
     Right after a step, caches are cold and each kind of numpy call takes 20 us, so the 25 kinds in `_pack` take longer
     than a small model's step has to spare for drafts.
     """
-    small = self._small
-    if small is None or not small.fits(batch, layout):
-      columns = [self._column_view[slot :: self._num_slots + 1].tolist() for slot in batch.slots]
-      small = self._small = _SmallSteps(batch, layout, columns, self._num_slots)
+    small = self._find_small(batch, layout)
     values, num_logits = memoryview(packed), layout.shape.logits
-    values[: len(small.values)] = small.values
+    values[:] = small.values
     block_size, width, tables = self._block_size, self._table_width, self._table_view
     tokens: list[int] = []
     positions: list[int] = []
@@ -400,7 +409,8 @@ class Packer:
     return LogitRows(small.last, {}, small.targets, drafts, not drafts)
 
   def _pack(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
-    """Fills a zeroed array and returns its logit rows."""
+    """Fills an array and returns its logit rows."""
+    packed.fill(0)
 
     def field(name: str) -> np.ndarray:
       return _field(layout, packed, name)

@@ -23,7 +23,8 @@ LEAST_CHARGE = 1.0  # of a step that took longer for trials of which none succee
 FREE_COST = 0.02  # of a step that took no longer
 MOST_COST = 3.0  # of one step: a longer one waited for other work
 LOOKS_SHARE = 0.0025  # of each step without drafts, for looks
-MOST_LOOKS_CREDIT = 1.0  # steps, from the start
+MOST_LOOKS_CREDIT = 2.0  # steps, from the start
+LOOKS_RESERVE = 1.0  # of them, for requests that were not looked at
 LOOK_SECONDS = 60e-6  # of a look, on a CPU right after a step
 LOOK_SECONDS_A_REQUEST = 10e-6
 LOOK_SECONDS_A_TOKEN = 0.3e-6  # that a drafter takes in
@@ -60,6 +61,11 @@ class DraftCredit:
   def allows_looks(self) -> bool:
     """Whether steps may look for drafts of requests without accepted ones."""
     return self.look_steps > 0
+
+  @property
+  def has_reserve(self) -> bool:
+    """Whether looks at a request whose drafts were accepted may be many, since enough is left for other requests."""
+    return self.look_steps > LOOKS_RESERVE
 
   def earn_steps(self, num_steps: float) -> None:
     """Adds a share of steps without drafts."""

@@ -9,6 +9,7 @@ drafts are in flight may wait for them instead: then the next step is planned al
 
 from collections.abc import Sequence
 import math
+import operator
 from typing import Any, NamedTuple
 
 from engine.batch import Batch
@@ -36,8 +37,10 @@ _MOST_LATE_RATIO = 2.0
 # the median plain step may take with drafts, and this ratio of its own time without.
 _HIGH_SHARE = 0.985
 _LEAST_RATIO = 1.02
+# A plain step that drafts slow takes at most so many times as long for them. A longer one waited for other work.
+_MOST_SLOWED = 2.0
 # A choice takes the host long right before a step, when its caches are cold. So one with drafts holds for so many more
-# steps that are planned alike, with the same chances to this part.
+# steps that are planned alike, with the same chances to this part, or with better ones if it took all drafts.
 _MOST_REPEATS = 7
 _CHANCE_PARTS = 50
 
@@ -98,11 +101,13 @@ class DraftCosts:
     # may not pay where many do.
     self._alone_proposing = StepSeconds(ladder, tries_all=True)
     self._behind_proposing = StepSeconds(ladder, tries_all=True)
-    self._held_key: list[float] = []  # of the choice that holds; see choose_counts
+    self._held_key: list[int] = []  # of the choice that holds; see choose_counts
+    self._held_chances: list[int] = []  # in parts
     self._held_choice, self._num_repeats_left = DraftChoice([], 0.0), 0
     self._late_ratio = 1.0  # that of _LONG_ONE_IN
     self._usual_step, self._high_step = StepQuantile(0.5), StepQuantile(_HIGH_SHARE)  # of plain steps
     self._num_drafted = 0  # steps with drafts, up to _FIRST_DRAFTED
+    self._has_gained = False  # drafts of the latest step with some were accepted, so one that they slow is no trial
     self.plain_seconds = 0.0
     self.next_note = 0
     self._noted_step = -1
@@ -114,7 +119,10 @@ class DraftCosts:
 
   def knows_step(self, planned: PlannedStep) -> bool:
     """Returns whether drafts can be chosen for such a step: its time without drafts is known, or does not matter."""
-    return bool(planned.num_others) or self._estimate_base(planned) != UNKNOWN
+    if planned.num_others:
+      return True
+    table = self._select_table(False, self._is_behind(planned))
+    return table.knows_size(planned.num_tokens) or table.estimate_step(planned.num_tokens) != UNKNOWN
 
   def allows_trials(self, of_model: bool) -> bool:
     """Returns whether drafts of a draft model, or others, may be verified if their acceptance is not known."""
@@ -127,10 +135,6 @@ class DraftCosts:
   def _is_behind(self, planned: PlannedStep) -> bool:
     """Returns whether such a step is planned while the device computes another one."""
     return self._overlap and planned.num_constrained < planned.num_decodes
-
-  def _estimate_base(self, planned: PlannedStep) -> float:
-    """Returns the seconds of the step without drafts."""
-    return self._select_table(False, self._is_behind(planned)).estimate_step(planned.num_tokens)
 
   # Choices.
 
@@ -152,9 +156,11 @@ class DraftCosts:
         The next step waits for these alone: a trial costs less if it does not.
     """
     key = [*planned, proposing, len(chances), *is_free]
+    parts: list[int] = []
     for row in (*chances, *chances_later):
-      key += len(row), round(_CHANCE_PARTS * row[0]), round(_CHANCE_PARTS * row[-1])
-    if self._num_repeats_left and key == self._held_key:
+      key.append(len(row))
+      parts += round(_CHANCE_PARTS * row[0]), round(_CHANCE_PARTS * row[-1])
+    if self._num_repeats_left and key == self._held_key and self._has_held_chances(chances, parts):
       self._num_repeats_left -= 1
       self.is_limited = False
       return self._held_choice
@@ -162,8 +168,16 @@ class DraftCosts:
     behind = self._is_behind(planned) and not choice.waits
     table = self._select_table(proposing, behind)
     holds = any(choice.counts) and table.knows_size(planned.num_tokens + sum(choice.counts))
-    self._held_key, self._held_choice, self._num_repeats_left = key, choice, _MOST_REPEATS if holds else 0
+    self._held_key, self._held_chances = key, parts
+    self._held_choice, self._num_repeats_left = choice, _MOST_REPEATS if holds else 0
     return choice
+
+  def _has_held_chances(self, chances: Sequence[Sequence[float]], parts: list[int]) -> bool:
+    """Returns whether the choice that holds suits these chances, of as many rows and drafts."""
+    if parts == self._held_chances:
+      return True
+    takes_all = all(count == len(row) for count, row in zip(self._held_choice.counts, chances, strict=True))
+    return takes_all and all(map(operator.ge, parts, self._held_chances))
 
   def _select_table(self, proposing: bool, behind: bool) -> StepSeconds:
     """Returns the times of steps, by whether a draft model proposes after them, and whether others are in flight."""
@@ -277,16 +291,21 @@ class DraftCosts:
   ) -> list[float]:
     """Returns the seconds of a step with 0, 1, 2, ... drafts for which the next one waits.
 
-    The device's part is at least that of steps behind others, of which larger sizes are known, too.
+    What is not measured is inferred: the device's part is at least that of steps behind others, of which larger sizes
+    are known, too. What is measured may be less than a step without drafts, which is mostly the first of its rows.
 
     Args: behind: the seconds of steps planned behind another one.
     """
     table = self._select_table(proposing, behind=False)
     alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0], as_measured)
-    return [
-      each if other == UNKNOWN else max(each, other + alone[0] - behind[0])
-      for each, other in zip(alone, behind, strict=True)
-    ]
+    host, found = alone[0] - behind[0], []
+    for count, (each, other) in enumerate(zip(alone, behind, strict=True)):
+      measured = table.read_seconds(num_tokens + count)
+      if measured != UNKNOWN:
+        found.append(min(each, measured))
+      else:
+        found.append(each if other == UNKNOWN else max(each, other + host))
+    return found
 
   def _estimate_waiting(self, planned: PlannedStep, chances: Sequence[Sequence[float]]) -> float:
     """Returns the expected tokens a second of steps with drafts of which each waits for the one before."""
@@ -347,7 +366,9 @@ class DraftCosts:
       self._high_step.note_step(seconds, num_steps)
     else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
-      self._charge_step(batch, num_tokens, seconds, has_next, is_trial=bool(drafts) or is_slowed)
+      if drafts:
+        self._has_gained = num_tokens > len(batch.slots)
+      self._charge_step(batch, num_tokens, seconds, has_next, bool(drafts) or not self._has_gained)
     if drafts and self._num_drafted < _FIRST_DRAFTED:
       self._num_drafted += 1
       return
@@ -384,12 +405,16 @@ class DraftCosts:
 
   def _charge_step(self, batch: Batch, num_tokens: int, seconds: float, has_next: bool, is_trial: bool) -> None:
     num_rows = len(batch.slots)
-    base = (self._behind_seconds if has_next else self._alone_seconds).estimate_step(num_rows)
+    table = self._behind_seconds if has_next else self._alone_seconds
+    base = table.read_seconds(num_rows)
+    if base == UNKNOWN:
+      base = table.estimate_step(num_rows)
     if base != UNKNOWN:
+      num_taken = seconds / base if batch.num_drafts or batch.num_proposals else min(_MOST_SLOWED, seconds / base)
       if self.fills is None or not batch.num_proposals:
-        self.credit.charge_step(seconds / base, num_tokens / num_rows, is_trial)
+        self.credit.charge_step(num_taken, num_tokens / num_rows, is_trial)
       if self.fills is not None:
-        self.fills.charge_step(seconds / base, num_rows, sum(batch.num_drafts), bool(batch.num_proposals))
+        self.fills.charge_step(num_taken, num_rows, sum(batch.num_drafts), bool(batch.num_proposals))
 
   # For traces.
 
@@ -400,11 +425,12 @@ class DraftCosts:
       **tables,
       "credit": [self.credit.steps, self.credit.look_steps],
       **({} if self.fills is None else {"fills": self.fills.state()}),
-      "held": [self._held_key, list(self._held_choice), self._num_repeats_left],
+      "held": [self._held_key, list(self._held_choice), self._num_repeats_left, self._held_chances],
       "plain_seconds": self.plain_seconds,
       "late_ratio": self._late_ratio,
       "plain_quantiles": [self._usual_step.seconds, self._high_step.seconds],
       "num_drafted": self._num_drafted,
+      "has_gained": self._has_gained,
       "plain": [self._num_plain, self._noted_step, self._steps_a_note, self.next_note],
       "slowed_steps": sorted(self._slowed_steps),
     }
@@ -417,12 +443,14 @@ class DraftCosts:
     self.credit.steps, self.credit.look_steps = state["credit"]
     if self.fills is not None:
       self.fills.restore_state(state["fills"])
-    key, choice, self._num_repeats_left = state.get("held", [[], ([], 0.0), 0])  # traces of earlier versions lack it
-    self._held_key, self._held_choice = key, DraftChoice(*choice)
+    if len(held := state.get("held", ())) == 4:  # traces of earlier versions lack it, or its chances
+      self._held_key, choice, self._num_repeats_left, self._held_chances = held
+      self._held_choice = DraftChoice(*choice)
     self.plain_seconds = state["plain_seconds"]
     self._late_ratio = state.get("late_ratio", 1.0)  # traces of earlier versions lack these three
     self._usual_step.seconds, self._high_step.seconds = state.get("plain_quantiles", (0.0, 0.0))
     self._num_drafted = state.get("num_drafted", _FIRST_DRAFTED)
+    self._has_gained = state.get("has_gained", False)
     self._num_plain, self._noted_step, self._steps_a_note, self.next_note = state["plain"]
     self._slowed_steps = set(state["slowed_steps"])
 

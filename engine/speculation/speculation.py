@@ -52,6 +52,9 @@ _LONGEST_SLEEP = 256  # steps
 _SLEEPLESS_RATE = 0.12
 # A request without a draft is looked at again after 1, 2, 4, ... steps. See credit.py for what looks cost.
 _LONGEST_GAP = 16
+# One that copied before may copy again: a later look would begin the copy later.
+_LONGEST_GAP_OF_COPIES = 2
+_LEAST_COPIED = 1.0  # accepted drafts of one source, of which older ones count less
 _NEVER = 1 << 62  # a step
 _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.5 us each
 # After drafts that did not pay, the next 2, 4, 8, ... steps propose none, up to so many. When half the requests have
@@ -373,7 +376,8 @@ class Speculation:
       return  # a proposal of a model ages, drafts in flight may succeed
     if self.drafter is not self.model and self.drafter.num_indexed(request.id) < request.num_prompt_tokens:
       return  # a long prompt takes several updates
-    gap = min(_LONGEST_GAP, 1 << tracked.num_misses)
+    copied = self.costs.credit.has_reserve and any(each >= _LEAST_COPIED for each, _ in tracked.trials.values())
+    gap = min(_LONGEST_GAP_OF_COPIES if copied else _LONGEST_GAP, 1 << tracked.num_misses)
     tracked.num_misses += 1
     if gap > 1:
       self._sleep(tracked, step + gap, is_tired=False)

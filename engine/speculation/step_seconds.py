@@ -21,6 +21,10 @@ UNKNOWN = float("inf")  # seconds of a size that is too far from the measured on
 _FEW = 3
 _MANY = 8  # measurements from which on a mean counts, and a change is one of all sizes
 _RECENT = 0.1  # weight of a measurement among the later ones
+# Of a change, so much is the size's own: its first measurements may have been of a bad moment. It is added up before it
+# counts, since estimates are made anew then.
+_OWN_SHARE = 0.2
+_LEAST_DRIFT = 0.03
 # A longer or shorter step counts as so many times the estimate, or so small a part: it waited for something else, or
 # the commit of the one before did.
 _MOST_CHANGE = 2.0
@@ -46,7 +50,8 @@ class StepSeconds:
     """
     self._ladder, self._tries_all = ladder, tries_all
     # Size -> number of measurements, seconds or 0 before they are known, time of the latest; also the measurements
-    # while they are fewer than _MANY. Seconds are in units of the scale, so that a change of all sizes is one number.
+    # while they are fewer than _MANY, and then the size's own change that does not count yet. Seconds are in units of
+    # the scale, so that a change of all sizes is one number.
     self._points: dict[int, list[float]] = {}
     self._scale = 1.0
     self._num_steps = 0
@@ -82,15 +87,25 @@ class StepSeconds:
       point[:] = count, known, latest, *(first if count < _MANY else ())
       return 1.0
     seconds = min(max(seconds, known / _MOST_CHANGE), _MOST_CHANGE * known)
-    factor = (known + _RECENT * (seconds - known)) / known
+    change = _RECENT * (seconds / known - 1.0)
+    drift = (first[0] if first else 1.0) * (1.0 + _OWN_SHARE * change)
+    if abs(drift - 1.0) > _LEAST_DRIFT:
+      self._found.clear()
+      known, drift = known * drift, 1.0
+    point[:] = count + 1, known, self._num_steps, drift
+    factor = 1.0 + change
     self._scale *= factor
-    point[:] = count + 1, known, self._num_steps
     return factor
 
   def knows_size(self, num_tokens: int) -> bool:
     """Returns whether steps of `num_tokens` were measured often enough; otherwise their estimate is a trial."""
     point = self._points.get(self._size_of(num_tokens))
     return point is not None and point[1] > 0
+
+  def read_seconds(self, num_tokens: int) -> float:
+    """Returns the measured seconds of a step of `num_tokens`, whatever smaller sizes take, or UNKNOWN."""
+    point = self._points.get(self._size_of(num_tokens))
+    return self._scale * point[1] if point is not None and point[1] > 0 else UNKNOWN
 
   def scale_all(self, factor: float) -> None:
     """Multiplies all estimates, because steps of another kind have changed by `factor`."""

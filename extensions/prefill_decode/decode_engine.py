@@ -14,10 +14,9 @@ import os
 import jax
 import numpy as np
 
-from engine.batch import Batch, Launched, Runner
+from engine.batch import Runner
 from engine.device.block_transfer import PIECE_BLOCKS, BlockWriter, Piece, write_program
-from engine.engine import Clock, Emit, Engine
-from engine.recorder import StepRecord
+from engine.engine import Clock, Emit, Engine, StepInFlight
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
 from extensions.prefill_decode.identity import describe_identity
@@ -144,7 +143,7 @@ class DecodeEngine(Engine):
       return True
     return super().step() or had_work
 
-  def _launch(self, now: float) -> tuple[Batch, Launched, StepRecord, float] | None:
+  def _launch(self, now: float) -> StepInFlight | None:
     launched = super()._launch(now)
     if self._awaited:
       self._settle_admitted()

@@ -48,6 +48,15 @@ def test_another_number_of_drafts_or_another_chance_ends_it(costs):
   assert costs.num_evaluated == 5
 
 
+def test_better_chances_keep_a_choice_of_all_drafts_alone(costs):
+  assert choose(costs, 0.7, 0.5, 0.4) == [3]
+  assert choose(costs, 0.9, 0.8, 0.7) == [3] and costs.num_evaluated == 1
+  assert choose(costs, 0.6, 0.5, 0.4) == [3] and costs.num_evaluated == 2, "worse ones end it"
+  fewer = PLANNED._replace(most_drafts=2)
+  assert choose(costs, 0.7, 0.5, 0.4, planned=fewer) == [2]
+  assert choose(costs, 0.9, 0.8, 0.7, planned=fewer) == [2] and costs.num_evaluated == 4, "it left a draft out"
+
+
 def test_neither_no_drafts_nor_a_size_that_is_tried_holds(costs):
   for _ in range(2):
     assert choose(costs, 0.0) == [0]

@@ -5,10 +5,8 @@
 
 import logging
 
-from engine.batch import Batch, Launched
-from engine.engine import Engine
+from engine.engine import Engine, StepInFlight
 from engine.errors import EngineError
-from engine.recorder import StepRecord
 from engine.request import TokenEvent
 from tools.chaos.server.books import check_scheduler
 
@@ -57,7 +55,7 @@ class CheckedEngine(Engine):
       assert len(live) == len(known), "a request was accepted and lost"
     assert accepted == ended + len(live), f"{accepted} requests accepted, {ended} ended, {len(live)} live"
 
-  def _commit(self, in_flight: tuple[Batch, Launched, StepRecord, float]) -> list[TokenEvent]:
+  def _commit(self, in_flight: StepInFlight) -> list[TokenEvent]:
     events = super()._commit(in_flight)
     for event in events:
       for token in event.token_ids:
