@@ -53,7 +53,7 @@ class GuessingDrafter:
 class RandomChoice(Speculation):
   """Any number of drafts that a step can hold, whether it pays or not; and no request rests."""
 
-  def _sleep(self, tracked, until: int) -> None:
+  def _sleep(self, tracked, until: int, is_tired: bool = True) -> None:
     pass
 
   def knows_step(self, planned: PlannedStep) -> bool:
