@@ -5,9 +5,10 @@ counts as cheap as the largest known one: then it is tried, and soon known. Othe
 of the largest known one counts as the known ones suggest, so drafts grow with what is known.
 
 Contexts grow, and other work comes and goes. That changes steps of all sizes alike, so a change at a well-known size
-changes the others in proportion. One bad moment must not decide for ever: what a size takes more than smaller ones
-counts less and less if it was not measured for long, and its measurements begin anew. One that few steps showed, and
-that is longer than its tokens would take one after another, counts no more then: these steps waited for other work.
+changes the others in proportion; a part of it is the size's own. One bad moment must not decide for ever: what a size
+takes more than smaller ones counts less and less if it was not measured for long, and its measurements begin anew. One
+that few steps showed, and that is longer than its tokens would take one after another, counts no more then: these steps
+waited for other work.
 """
 
 from bisect import bisect_left
@@ -99,8 +100,7 @@ class StepSeconds:
 
   def knows_size(self, num_tokens: int) -> bool:
     """Returns whether steps of `num_tokens` were measured often enough; otherwise their estimate is a trial."""
-    point = self._points.get(self._size_of(num_tokens))
-    return point is not None and point[1] > 0
+    return self.read_seconds(num_tokens) != UNKNOWN
 
   def read_seconds(self, num_tokens: int) -> float:
     """Returns the measured seconds of a step of `num_tokens`, whatever smaller sizes take, or UNKNOWN."""
