@@ -9,11 +9,13 @@ Every step is selective batching (Orca, OSDI 2022): linear layers see packed tok
   continuous   requests join and leave at every step, prompts in one piece (Orca, early vLLM)
   chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default.
                If the device skips padding, chunks do not grow into it. A prompt of several steps then has equal
-               chunks: a short last one would cost a step too, and full ones would lengthen others' gaps
+               chunks: a short last one would cost a step too, and full ones would lengthen others' gaps. Where no
+               request runs, there are no gaps, and prompts may fill the largest rung
   disaggregated  chunked, but prompts and decodes run on different devices (extensions/disaggregated)
 """
 
 from engine.config import EngineConfig
+from engine.shapes import reachable_budgets
 
 _ALL = 1 << 30
 
@@ -24,14 +26,16 @@ class Batching:
   Attributes:
     reserves: a request takes blocks for its prompt and max_tokens when it joins, and is never preempted.
     chunk_limit: most prompt tokens of a step.
+    first_limit: the same of a step before which no request runs.
     whole_prompts: a prompt joins only if it fits the step whole, unless the step has no other prompt.
     fills_padding: prompt tokens may use the padding of a step.
   """
 
   reserves = False
 
-  def __init__(self, chunk_limit: int, whole_prompts: bool, fills_padding: bool):
+  def __init__(self, chunk_limit: int, whole_prompts: bool, fills_padding: bool, first_limit: int = 0):
     self.chunk_limit = chunk_limit
+    self.first_limit = first_limit or chunk_limit
     self.whole_prompts = whole_prompts
     self.fills_padding = fills_padding
 
@@ -105,7 +109,10 @@ def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batch
   most = config.token_budgets[-1]
   match config.batching:
     case "chunked" | "disaggregated":
-      return Batching(config.prefill_chunk, whole_prompts=False, fills_padding=config.computes_padding)
+      chunk = first = config.prefill_chunk
+      if not config.computes_padding:
+        first = reachable_budgets(config.token_budgets, config.max_num_seqs, chunk)[-1]
+      return Batching(chunk, whole_prompts=False, fills_padding=config.computes_padding, first_limit=first)
     case "continuous":
       return Batching(most, whole_prompts=True, fills_padding=False)
     case "dynamic":

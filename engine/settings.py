@@ -421,7 +421,7 @@ class DeviceSettings:
     0,
     f"Most prompt tokens of a step; 0: {GPU.prefill_chunk} on a GPU, {TPU.prefill_chunk} on a TPU, on a CPU "
     f"{UNPADDED_CPU.prefill_chunk} with --matmul=packed, else {PADDED.prefill_chunk}; at most the largest of "
-    "--token_budgets.",
+    "--token_budgets. With --matmul=packed, prompts may fill the largest step where no request runs.",
     group=_BATCHING,
     at_least=0,
     common=True,

@@ -1,6 +1,7 @@
 """Shared by the comparisons: runs a tool as a user does, times a call, computes medians, describes the machine."""
 
 from collections.abc import Callable, Sequence
+import gc
 import json
 import os
 import pathlib
@@ -32,6 +33,12 @@ def run_tool(command: Sequence[str], what: str) -> dict[str, Any]:
   except (ValueError, IndexError) as error:
     tail = " | ".join(done.stderr.strip().splitlines()[-5:])
     raise ConfigError(f"{what}: {' '.join(command)} ended with exit code {done.returncode}: {tail}") from error
+
+
+def freeze_start() -> None:
+  """Keeps collections short, as the server does when it is ready: they leave out all objects of the start."""
+  gc.collect()
+  gc.freeze()
 
 
 def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, float]:

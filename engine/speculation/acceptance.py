@@ -1,8 +1,9 @@
 """Estimates how many drafts of a request are accepted: a rate for each source, by request and over all. Pure Python.
 
 A row's drafts are accepted up to the first wrong one. So a row is a series of trials with one failure at most, and the
-chance that its first j drafts are accepted is rate**j. Rates are of recent rows: older ones lose weight. Over all
-requests only the first draft of each row counts: a long copy says little about the next request.
+chance that its first j drafts are accepted is rate * later**(j - 1): after an accepted draft, further ones are surer.
+Rates are of recent rows: older ones lose weight. Over all requests only the first draft of each row counts for the
+rate: a long copy says little about whether the next request copies. It says how far copies go.
 """
 
 import math
@@ -27,6 +28,7 @@ _KEEP_OF_SOURCE = 0.99  # weight that older rows keep at each row
 _KEEP_OF_REQUEST = 0.85
 _MOST = 0.98
 
+LATER = "+"  # after a source: its drafts after accepted ones
 Trials = dict[str, list[float]]  # source -> weights of accepted drafts and of trials
 
 
@@ -45,6 +47,17 @@ class AcceptanceRates:
     accepted, tried = trials.get(source, (0.0, 0.0))
     return min(_MOST, (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT))
 
+  def estimate_later(self, trials: Trials, source: str, is_trial: bool) -> float:
+    """Returns the chance of each further draft of `source` after accepted ones: at least that of the first draft.
+
+    Args: as of estimate_rate.
+    """
+    first = self.estimate_rate(trials, source, is_trial)
+    accepted, tried = self._sources.get(source + LATER, (0.0, 0.0))
+    prior = (accepted + _GUESS_WEIGHT * first) / (tried + _GUESS_WEIGHT)
+    accepted, tried = trials.get(source + LATER, (0.0, 0.0))
+    return min(_MOST, max(first, (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)))
+
   def _estimate_prior(self, source: str, is_trial: bool) -> float:
     guess = _FIRST_GUESSES.get(source, _FIRST_GUESS)
     accepted, tried = self._sources.get(source, (0.0, 0.0))
@@ -57,6 +70,9 @@ class AcceptanceRates:
     num_tried = min(num_drafts, num_accepted + 1)
     _add_trials(trials, source, _KEEP_OF_REQUEST, num_accepted, num_tried)
     _add_trials(self._sources, source, _KEEP_OF_SOURCE, num_accepted > 0, 1.0)
+    if num_accepted and num_tried > 1:
+      _add_trials(trials, source + LATER, _KEEP_OF_REQUEST, num_accepted - 1, num_tried - 1)
+      _add_trials(self._sources, source + LATER, _KEEP_OF_SOURCE, num_accepted - 1, num_tried - 1)
 
   def state(self) -> Trials:
     """Returns the trials of all requests as plain JSON values; restore_state() takes them back."""

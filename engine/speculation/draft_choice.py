@@ -99,9 +99,9 @@ def list_chances(rate: float, count: int, num_unknown: int = 0, later: float | N
   """Returns the chance that the first 1, 2, ..., `count` drafts are accepted.
 
   Args:
-    rate: chance of the first draft, and of each guess before it.
+    rate: chance of the first draft, or of the first guess before the drafts.
     num_unknown: guesses before the drafts.
-    later: chance of each further draft after accepted ones; None: `rate`.
+    later: chance of each further guess or draft after right ones; None: `rate`.
   """
   later = rate if later is None else later
-  return [rate ** (num_unknown + 1) * later**place for place in range(count)]
+  return [rate * later ** (num_unknown + place) for place in range(count)]

@@ -41,7 +41,7 @@ _LEAST_RATIO = 1.02
 _MOST_SLOWED = 2.0
 # A choice takes the host long right before a step, when its caches are cold. So one with drafts holds for so many more
 # steps that are planned alike, with the same chances to this part, or with better ones if it took all drafts.
-_MOST_REPEATS = 7
+_MOST_REPEATS = 15
 _CHANCE_PARTS = 50
 
 
@@ -107,7 +107,8 @@ class DraftCosts:
     self._late_ratio = 1.0  # that of _LONG_ONE_IN
     self._usual_step, self._high_step = StepQuantile(0.5), StepQuantile(_HIGH_SHARE)  # of plain steps
     self._num_drafted = 0  # steps with drafts, up to _FIRST_DRAFTED
-    self._has_gained = False  # drafts of the latest step with some were accepted, so one that they slow is no trial
+    # Some of the latest drafts with none in flight before them were accepted, so what follows is no trial.
+    self._has_gained = False
     self.plain_seconds = 0.0
     self.next_note = 0
     self._noted_step = -1
@@ -194,8 +195,9 @@ class DraftCosts:
     later: Sequence[Sequence[float]],
   ) -> DraftChoice:
     """Does what choose_counts does, without a choice that holds. Args: `later` is chances_later."""
-    for table in self._tables().values():
-      table.set_hope(self.credit.allows_measuring)
+    if self._alone_seconds.is_hopeful != self.credit.allows_measuring:
+      for table in self._tables().values():
+        table.set_hope(self.credit.allows_measuring)
     if self.fills is not None:
       for table in (self._alone_proposing, self._behind_proposing):
         table.set_hope(self.fills.has_requests)
@@ -251,13 +253,15 @@ class DraftCosts:
     """
     most = min(planned.most_drafts, sum(map(len, chances)))
     num_tokens, num_free = planned.num_tokens, planned.num_decodes - planned.num_constrained
-    base = self._behind_seconds.estimate_step(num_tokens)
+    behind = self._behind_seconds.estimate_steps(num_tokens, most)
+    base = behind[0]
     table = self._select_table(proposing, behind=True)
-    seconds = table.estimate_steps(num_tokens, most)
-    rest = min(base, self._behind_seconds.estimate_step(num_free))  # of the next step
+    seconds = table.estimate_steps(num_tokens, most) if proposing else behind
+    # Of the next step.
+    rest = base if num_free == num_tokens else min(base, self._behind_seconds.estimate_step(num_free))
     slowed = self._slowed_seconds.estimate_step(num_free)
-    after = rest if slowed == UNKNOWN else max(rest, slowed)
-    alone = self._estimate_alone(num_tokens, seconds, proposing)
+    after = rest if slowed == UNKNOWN else max(rest, min(slowed, _MOST_SLOWED * rest))
+    without_limit = alone = self._estimate_alone(num_tokens, seconds, proposing)
     if self._has_limit:
       measured, longest = self._measure_limit(self._behind_used, table, num_tokens, most, base)
       alone = limit_seconds(alone, self._estimate_alone(num_tokens, measured, proposing, as_measured=True), longest)
@@ -274,12 +278,17 @@ class DraftCosts:
     best = choose_drafts(chances, option, num_rows / (base + rest), most)
     if not any(best.counts) and planned.is_behind:
       return best
-    waiting_rate = self._estimate_waiting(planned, later) if len(alone) > 1 else 0.0
+    required = [index for index, free in enumerate(is_free) if free]
+    may_wait = planned.may_wait and len(required) == num_free
+    waiting_rate = 0.0
+    if len(alone) > 1 and (may_wait or planned.is_behind):
+      waiting = self._estimate_alone(num_tokens, behind) if proposing else without_limit
+      option = StepOption(planned.num_decodes, add_caution(waiting, base))
+      waiting_rate = choose_drafts(later, option, 0.0, most).rate  # of steps of which each waits for the one before
     if planned.is_behind:  # a trial does not follow the drafts of another one
       may_follow = table.knows_size(num_tokens + sum(best.counts)) and waiting_rate <= best.rate
       return best if may_follow else DraftChoice([0] * len(chances), best.rate)
-    required = [index for index, free in enumerate(is_free) if free]
-    if planned.may_wait and len(required) == num_free and waiting_rate > best.rate:
+    if may_wait and waiting_rate > best.rate:
       option = StepOption(planned.num_decodes, add_caution(alone, base), required)
       waiting = choose_drafts(chances, option, num_rows / (base + rest), most)
       if any(waiting.counts):
@@ -299,20 +308,12 @@ class DraftCosts:
     table = self._select_table(proposing, behind=False)
     alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0], as_measured)
     host, found = alone[0] - behind[0], []
-    for count, (each, other) in enumerate(zip(alone, behind, strict=True)):
-      measured = table.read_seconds(num_tokens + count)
+    for each, other, measured in zip(alone, behind, table.read_steps(num_tokens, len(behind) - 1), strict=True):
       if measured != UNKNOWN:
         found.append(min(each, measured))
       else:
         found.append(each if other == UNKNOWN else max(each, other + host))
     return found
-
-  def _estimate_waiting(self, planned: PlannedStep, chances: Sequence[Sequence[float]]) -> float:
-    """Returns the expected tokens a second of steps with drafts of which each waits for the one before."""
-    most = min(planned.most_drafts, sum(map(len, chances)))
-    behind = self._behind_seconds.estimate_steps(planned.num_tokens, most)
-    seconds = add_caution(self._estimate_alone(planned.num_tokens, behind), behind[0])
-    return choose_drafts(chances, StepOption(planned.num_decodes, seconds), 0.0, most).rate
 
   # Results.
 
@@ -366,9 +367,10 @@ class DraftCosts:
       self._high_step.note_step(seconds, num_steps)
     else:
       has_next = self._overlap and (was_behind or not batch.masks)  # without drafts, a step would be behind this one
-      if drafts:
+      starts_chain = bool(drafts) and not any(batch.behind)
+      if starts_chain:
         self._has_gained = num_tokens > len(batch.slots)
-      self._charge_step(batch, num_tokens, seconds, has_next, bool(drafts) or not self._has_gained)
+      self._charge_step(batch, num_tokens, seconds, has_next, starts_chain or not self._has_gained)
     if drafts and self._num_drafted < _FIRST_DRAFTED:
       self._num_drafted += 1
       return
@@ -380,17 +382,15 @@ class DraftCosts:
       tables += [self._alone_proposing, self._behind_proposing]
     table = tables.pop(2 if is_slowed and was_behind else was_behind + 3 * bool(batch.num_proposals))
     if not (drafts or is_slowed or batch.num_proposals):
-      self._note_ratio(seconds / table.estimate_step(batch.device_tokens(self._computes_padding)))
+      self._note_ratio(seconds / table.read_seconds(batch.device_tokens(self._computes_padding)))
     factor = table.note_step(batch.device_tokens(self._computes_padding), seconds, num_steps)
     for other in tables:
-      other.pass_steps(num_steps)
-      other.scale_all(factor)
+      other.follow_others(num_steps, factor)
     if self._alone_used is not None and self._behind_used is not None and not (is_slowed or batch.num_proposals):
       used, other = self._alone_used, self._behind_used
       if was_behind:
         used, other = other, used
-      other.scale_all(used.note_step(batch.num_tokens, seconds, num_steps))
-      other.pass_steps(num_steps)
+      other.follow_others(num_steps, used.note_step(batch.num_tokens, seconds, num_steps))
 
   def _note_ratio(self, ratio: float) -> None:
     """Learns from a plain step's seconds over those expected; 0 if these were not known."""

@@ -55,6 +55,7 @@ _LONGEST_GAP = 16
 # One that copied before may copy again: a later look would begin the copy later.
 _LONGEST_GAP_OF_COPIES = 2
 _LEAST_COPIED = 1.0  # accepted drafts of one source, of which older ones count less
+_ACCEPTED_A_TRIAL = 7  # drafts, after which a request may try others: what it gained pays for its own trials
 _NEVER = 1 << 62  # a step
 _MOST_LOOKS = 32  # requests without accepted drafts that a step looks at, at 1.5 us each
 # After drafts that did not pay, the next 2, 4, 8, ... steps propose none, up to so many. When half the requests have
@@ -103,6 +104,7 @@ class _Tracked:
     trials: of its drafts; see acceptance.py.
     num_failures: rows in a row without an accepted draft.
     num_misses: looks in a row that found no draft.
+    num_unspent: accepted drafts, less _ACCEPTED_A_TRIAL for each row without any.
     wakes_at: step at which it is looked at again, or AWAKE. Of a constrained request only the drafter's drafts rest.
     is_tired: it sleeps after failures, and forgets half of its trials then.
     draft: the proposal for the next step.
@@ -120,6 +122,7 @@ class _Tracked:
     "num_expected",
     "num_failures",
     "num_misses",
+    "num_unspent",
     "request",
     "rows",
     "trials",
@@ -129,7 +132,7 @@ class _Tracked:
   def __init__(self, request: Request):
     self.request: Request | None = request
     self.trials: Trials = {}
-    self.num_failures = self.num_misses = 0
+    self.num_failures = self.num_misses = self.num_unspent = 0
     self.wakes_at = AWAKE
     self.is_tired = False
     self.draft = NO_DRAFT
@@ -192,14 +195,15 @@ class Speculation:
 
   def _estimate_rate(self, tracked: _Tracked, source: str) -> float:
     """Returns the chance that the request's next draft of `source` is accepted."""
-    return self._rates.estimate_rate(tracked.trials, source, self.costs.allows_trials(source == MODEL))
+    is_trial = tracked.num_unspent >= _ACCEPTED_A_TRIAL or self.costs.allows_trials(source == MODEL)
+    return self._rates.estimate_rate(tracked.trials, source, is_trial)
 
   def _estimate_later(self, tracked: _Tracked, source: str) -> float:
     """Returns the chance of each further draft after accepted ones.
 
     One draft is trial enough, so further ones count at what is proved. A draft model's proposals are paid for already.
     """
-    return self._rates.estimate_rate(tracked.trials, source, source == MODEL and self.costs.allows_trials(True))
+    return self._rates.estimate_later(tracked.trials, source, source == MODEL and self.costs.allows_trials(True))
 
   def _make_free(self, row: int, tracked: _Tracked, tokens: tuple[int, ...], num_unknown: int) -> DraftCandidate:
     """Returns the candidate of a request without a constraint, whose drafts follow `num_unknown` guesses."""
@@ -611,6 +615,7 @@ class Speculation:
       return
     self._rates.note_row(tracked.trials, source, num_drafts, num_accepted)
     if num_accepted:
+      tracked.num_unspent += num_accepted
       tracked.num_failures = tracked.num_misses = 0
       if self._awake.pop(request.id, None):
         self._lively[request.id] = tracked
@@ -618,6 +623,7 @@ class Speculation:
     if not tracked.may_force and self._lively.pop(request.id, None):
       self._awake[request.id] = tracked
     tracked.num_failures += 1
+    tracked.num_unspent = max(0, tracked.num_unspent - _ACCEPTED_A_TRIAL)
     if self._estimate_rate(tracked, source) > _SLEEPLESS_RATE:
       return
     pause = min(_LONGEST_SLEEP, 1 << tracked.num_failures - 1) - 1
@@ -641,6 +647,7 @@ class Speculation:
           "trials": {source: list(totals) for source, totals in tracked.trials.items()},
           "num_failures": tracked.num_failures,
           "num_misses": tracked.num_misses,
+          "num_unspent": tracked.num_unspent,
           "is_tired": tracked.is_tired,
           "wakes_at": tracked.wakes_at,
           "num_expected": tracked.num_expected,
@@ -679,6 +686,7 @@ class Speculation:
       tracked.trials = {source: list(totals) for source, totals in values["trials"].items()}
       tracked.num_failures, tracked.num_expected = values["num_failures"], values["num_expected"]
       tracked.num_misses, tracked.is_tired = values["num_misses"], values["is_tired"]
+      tracked.num_unspent = values.get("num_unspent", 0)  # traces of earlier versions lack it
       tracked.rows, tracked.is_lost = [(source, count) for source, count in values["rows"]], values["is_lost"]
       tracked.wakes_at = values["wakes_at"]
       self.drafter.restore_index(requests[name], values["num_indexed"])

@@ -40,7 +40,11 @@ _SIZES_OF_A_POWER = 4
 
 
 class StepSeconds:
-  """Estimates of a step's seconds by its number of tokens."""
+  """Estimates of a step's seconds by its number of tokens.
+
+  Attributes:
+    is_hopeful: see set_hope.
+  """
 
   def __init__(self, ladder: ShapeLadder | None, tries_all: bool = False):
     """Sets what sizes are, and which are tried.
@@ -56,7 +60,7 @@ class StepSeconds:
     self._points: dict[int, list[float]] = {}
     self._scale = 1.0
     self._num_steps = 0
-    self._is_hopeful = True
+    self.is_hopeful = True
     # Estimates in units of the scale, by arguments, since what they depend on has changed, and the age then.
     self._found: dict[tuple, list[float]] = {}
     self._found_at = 0
@@ -107,13 +111,18 @@ class StepSeconds:
     point = self._points.get(self._size_of(num_tokens))
     return self._scale * point[1] if point is not None and point[1] > 0 else UNKNOWN
 
-  def scale_all(self, factor: float) -> None:
-    """Multiplies all estimates, because steps of another kind have changed by `factor`."""
-    self._scale *= factor
+  def read_steps(self, num_tokens: int, count: int) -> list[float]:
+    """Returns what `read_seconds` returns for `num_tokens` and up to `count` more tokens."""
+    points, scale, found = self._points, self._scale, []
+    for tokens in range(num_tokens, num_tokens + count + 1):
+      point = points.get(self._size_of(tokens))
+      found.append(scale * point[1] if point is not None and point[1] > 0 else UNKNOWN)
+    return found
 
-  def pass_steps(self, num_steps: int = 1) -> None:
-    """Notes steps of another kind."""
+  def follow_others(self, num_steps: int, factor: float) -> None:
+    """Notes steps of another kind, by which steps of all kinds have changed by `factor`."""
     self._num_steps += num_steps
+    self._scale *= factor
 
   def estimate_steps(
     self, num_tokens: int, count: int, base: float = UNKNOWN, as_measured: bool = False
@@ -146,8 +155,8 @@ class StepSeconds:
 
   def set_hope(self, is_hopeful: bool) -> None:
     """Sets whether sizes above the known ones, and those not measured for long, count as cheap enough to be tried."""
-    if is_hopeful != self._is_hopeful:
-      self._is_hopeful = is_hopeful
+    if is_hopeful != self.is_hopeful:
+      self.is_hopeful = is_hopeful
       self._found.clear()
 
   def estimate_step(self, num_tokens: int) -> float:
@@ -163,7 +172,7 @@ class StepSeconds:
       if known:
         age = max(0, min(_HALVES_AFTER, now - latest - _BEGINS_ANEW_AFTER))
         is_old = not as_measured or now - latest > _COUNTS_WHOLE
-        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self._is_hopeful and is_old else 1.0
+        shares[size] = 1.0 / (1.0 + age / _HALVES_AFTER) if self.is_hopeful and is_old else 1.0
         seconds[size] = known * (shares[size] if size <= first else 1.0)
     if base != UNKNOWN and first not in seconds:
       seconds[first] = base
@@ -184,7 +193,7 @@ class StepSeconds:
     largest = sizes[-1]
     for tokens in range(num_tokens, num_tokens + count + 1):
       size = self._size_of(tokens)
-      is_known = self._is_hopeful or size <= largest or size == first
+      is_known = self.is_hopeful or size <= largest or size == first
       least = max(least, self._estimate_step(size, sizes, seconds, as_measured)) if is_known else UNKNOWN
       found.append(least)
     return found
@@ -234,12 +243,12 @@ class StepSeconds:
   def state(self) -> dict:
     """Returns the measurements as plain JSON values; restore_state() takes them back."""
     points = [[size, *point] for size, point in self._points.items()]
-    return {"num_steps": self._num_steps, "scale": self._scale, "points": points, "is_hopeful": self._is_hopeful}
+    return {"num_steps": self._num_steps, "scale": self._scale, "points": points, "is_hopeful": self.is_hopeful}
 
   def restore_state(self, state: dict) -> None:
     """Takes back what state() returned."""
     self._found.clear()
     self._found_at = -1
     self._num_steps, self._scale = state["num_steps"], state["scale"]
-    self._is_hopeful = state.get("is_hopeful", True)  # traces of earlier versions lack it
+    self.is_hopeful = state.get("is_hopeful", True)  # traces of earlier versions lack it
     self._points = {size: point for size, *point in state["points"]}

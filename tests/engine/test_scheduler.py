@@ -115,18 +115,35 @@ def test_where_padding_is_left_out_no_chunk_grows_and_a_prompt_is_cut_in_equal_p
 
 
 def test_what_equal_pieces_leave_of_a_chunk_goes_to_the_next_prompts():
-  driver = Driver(make("a", 20), make("b", [9] * 12), make("c", [8] * 3), computes_padding=False)
+  driver = Driver(make("z", 2), computes_padding=False)
+  driver.step()
+  for request in (make("a", 20), make("b", [9] * 12), make("c", [8] * 3)):
+    driver.scheduler.add_request(request)
   # Of "b" there are 6 where 12 would fit a step; what is left of it is one piece again, and "c" gets the last token.
   assert [driver.step() for _ in range(3)] == [
-    {"a": 10, "b": 6},
-    {"a": 10, "b": 6},
-    {"a": 1, "b": 1, "c": 3},
+    {"z": 1, "a": 10, "b": 6},
+    {"z": 1, "a": 10, "b": 6},
+    {"z": 1, "a": 1, "b": 1, "c": 3},
   ]
 
 
+def test_where_nothing_runs_and_padding_is_left_out_prompts_fill_the_largest_rung():
+  # A chunk is 16, the largest rung 32. "a" fits it whole; "b" of 20 is to have two steps, and gets what is left of one.
+  driver = Driver(make("a", 24), make("b", [9] * 20), computes_padding=False)
+  assert [driver.step() for _ in range(2)] == [{"a": 24, "b": 8}, {"a": 1, "b": 12}]
+
+
+def test_where_nothing_runs_a_prompt_beyond_the_largest_rung_is_cut_as_beside_others():
+  driver = Driver(make("a", 40), computes_padding=False)
+  assert [driver.step() for _ in range(3)] == [{"a": 14}, {"a": 13}, {"a": 13}]
+
+
 def test_equal_pieces_are_of_what_is_not_cached():
-  driver = Driver(make("a", 24, max_tokens=1), make("b", 44, max_tokens=1), computes_padding=False)
-  assert [driver.step() for _ in range(2)] == [{"a": 12, "b": 4}, {"a": 12, "b": 4}]
+  driver = Driver(make("z", [9] * 2, max_tokens=9), computes_padding=False)
+  driver.step()
+  for request in (make("a", 24, max_tokens=1), make("b", 44, max_tokens=1)):
+    driver.scheduler.add_request(request)
+  assert [driver.step() for _ in range(2)] == [{"z": 1, "a": 12, "b": 4}, {"z": 1, "a": 12, "b": 4}]
 
 
 def test_growth_admits_more_when_running_prompts_are_done():

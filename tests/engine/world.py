@@ -334,16 +334,19 @@ class World:
     num_decodes = batch.token_ids.count(()) + sum(map(bool, batch.num_drafts))
     num_prefill = sum(batch.counts) - num_decodes - sum(batch.num_drafts)
     if self.config.batching == "chunked":
-      chunk = self.config.prefill_chunk
+      batching = scheduler._batching
+      chunk = batching.chunk_limit if running else batching.first_limit
       base = num_decodes + sum(batch.num_drafts) + min(num_prefill, chunk)
       assert batch.shape == scheduler.ladder.fit(base), "prefill beyond the chunk takes more than the padding"
       if self.config.computes_padding:
         self.num_grown += num_prefill > chunk
       else:
         assert num_prefill <= chunk, "a chunk grows into padding that costs nothing"
+        left = chunk
         for row in range(num_decodes, len(batch.slots)):
           wanted = scheduler._requests[batch.request_ids[row]].num_sent_tokens - batch.starts[row]
-          num_pieces = max(1, -(-wanted // chunk))
+          num_pieces = 1 if wanted <= left else -(-wanted // batching.chunk_limit)
+          left -= batch.counts[row]
           assert batch.counts[row] <= -(-wanted // num_pieces), "a prompt is cut in unequal pieces"
           self.num_cut += batch.counts[row] < wanted
     elif self.config.batching == "continuous":

@@ -42,6 +42,7 @@ from engine.speculation.drafter import Draft
 from engine.speculation.model_drafter import MODEL, ModelDrafter
 from tools.arguments import CommandParser, positive_int
 from tools.make_random_model import find_bench_model
+from tools.measure import freeze_start
 
 EAGLE = "eagle"  # the value of --draft_model for a head
 _PROMPT_TOKENS = 16
@@ -200,6 +201,7 @@ def measure(
   oracle.outputs = {str(row): output for row, output in enumerate(outputs)}
   order = [drafted, plain, again]
   drafted.runner.seal()  # the last engine compiled after it was ready
+  freeze_start()
   seconds: dict[Built, list[float]] = {built: [] for built in order}
   started = drafted.engine.stats()
   num_steps = 0

@@ -31,7 +31,7 @@ from tools.arguments import CommandParser, positive_int
 from tools.demo_model.measure_draft import KINDS, make_messages
 from tools.demo_model.train import chat_ids
 from tools.make_random_model import find_bench_model
-from tools.measure import commit, machine
+from tools.measure import commit, freeze_start, machine
 from tools.report.latency import percentile
 
 _LONGEST = 512  # tokens of a prompt and its output
@@ -132,6 +132,7 @@ def measure_loads(
   """Prints a line for each load."""
   prompts = make_prompts(model, requests)
   engines = [build(model, kind, overlap, rows, limit) for kind in ("none", speculation)]
+  freeze_start()
   at_once = [0.0] * len(prompts)
   for _ in range(2):  # the first one warms up
     plain, drafted = (serve(*engine, prompts, at_once) for engine in engines)

@@ -48,7 +48,7 @@ from tools.demo_model import corpus
 from tools.demo_model.measure_draft import KINDS, make_messages
 from tools.demo_model.train import chat_ids
 from tools.make_random_model import find_bench_model
-from tools.measure import commit, machine
+from tools.measure import commit, freeze_start, machine
 
 _OUTPUT = 96
 _LONGEST = 512  # tokens of a prompt and its output
@@ -214,6 +214,7 @@ def measure_texts(
   compiler = ConstraintCompiler(loaded, config.vocab_size, config.eos_token_ids)
   grammar = compiler.compile(pb.OutputConstraint(json_schema=json.dumps(_SCHEMA)))
   tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+  freeze_start()
   for kind in kinds:
     prompts = make_prompts(plain, tokenizer, kind, requests)
     groups = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]

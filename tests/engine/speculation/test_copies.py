@@ -6,10 +6,13 @@ import random
 import pytest
 
 from engine.batch import Batch
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from engine.speculation import speculation
 from engine.speculation.credit import FIRST_CREDIT, LOOKS_RESERVE, DraftCredit
 from engine.speculation.draft_costs import _FIRST_DRAFTED, _MOST_SLOWED, DraftCosts, PlannedStep
+from engine.speculation.speculation import _ACCEPTED_A_TRIAL, _Tracked
 from tests.engine.speculation.test_speculation import CONFIG, Script, flat
 
 OVERLAP = dataclasses.replace(CONFIG, overlap=True)
@@ -44,6 +47,25 @@ def test_looks_at_copies_leave_a_reserve_for_other_requests():
   assert credit.has_reserve
   credit.look_steps = LOOKS_RESERVE
   assert credit.allows_looks and not credit.has_reserve
+
+
+@pytest.mark.parametrize("num_unspent", [_ACCEPTED_A_TRIAL - 1, _ACCEPTED_A_TRIAL])
+def test_what_a_request_copied_pays_for_its_own_trials(num_unspent: int):
+  """Otherwise bad luck in the first trials of short matches decided for all later copies."""
+  script = Script(CONFIG, {"a": copies_with_pauses(1)}, flat)
+  drafts = script.scheduler._speculation
+  tracked = drafts._tracked["a"] = _Tracked(Request("a", [1], SamplingParams(max_tokens=9)))
+  drafts.costs.credit.steps = -1.0
+  tracked.num_unspent = num_unspent
+  proved = drafts._rates.estimate_rate({}, "prompt2", is_trial=False)
+  assert (drafts._estimate_rate(tracked, "prompt2") > proved) is (num_unspent == _ACCEPTED_A_TRIAL)
+  assert drafts._estimate_later(tracked, "prompt2") == proved, "one draft is trial enough"
+  tracked.rows.append(("prompt2", 0))
+  drafts.note_row(tracked.request, 3, 0, 5)
+  assert tracked.num_unspent == 0
+  tracked.rows.append(("prompt8", 0))
+  drafts.note_row(tracked.request, 7, 5, 6)
+  assert tracked.num_unspent == 5
 
 
 def make_step(step: int, num_drafts: int) -> Batch:
@@ -91,6 +113,30 @@ def test_a_step_that_good_drafts_slow_is_no_trial(costs):
 
 def test_a_step_that_failed_drafts_slow_counts_as_a_trial(costs):
   assert note_pair(costs, num_accepted=0, slow_seconds=0.012) == pytest.approx(1.0)
+
+
+def test_lost_drafts_behind_good_ones_are_no_trial(costs):
+  """They fit one number of accepted drafts. If it is another one, they cost what they took, and not a step."""
+  costs.note_step(make_step(8, 3), 3, 0.01, was_behind=True)
+  before = costs.credit.steps
+  lost = dataclasses.replace(make_step(9, 3), behind=(3,))
+  costs.note_step(lost, 1, 0.013, was_behind=True)
+  assert before - costs.credit.steps == pytest.approx(0.3, abs=0.01)
+  costs.note_slow_step(10)
+  before = costs.credit.steps
+  costs.note_step(make_step(10, 0), 1, 0.012, was_behind=True)
+  assert before - costs.credit.steps == pytest.approx(0.2, abs=0.01), "the plain step after it is none either"
+
+
+def test_a_long_plain_step_after_drafts_ends_no_drafts(costs):
+  """Its time stays until drafts are tried again."""
+  for _ in range(8):
+    for num_tokens in range(1, 9):
+      costs._behind_seconds.note_step(num_tokens, 0.01)
+    costs._slowed_seconds.note_step(1, 0.1)
+  chances = [[0.9] * 7]
+  choice = costs.choose_counts(WAITING, chances, [True], proposing=False, chances_later=chances)
+  assert choice.counts == [7]
 
 
 def test_a_plain_step_that_waited_for_other_work_costs_one_step_at_most(costs):

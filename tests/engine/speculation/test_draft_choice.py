@@ -12,7 +12,10 @@ from engine.speculation.draft_choice import StepOption, choose_drafts, list_chan
 def test_chances_are_powers_and_unknown_tokens_count_too():
   assert list_chances(0.5, 3) == [0.5, 0.25, 0.125]
   assert list_chances(0.5, 2, 1) == [0.25, 0.125]
-  assert list_chances(0.5, 3, 1, later=0.1) == pytest.approx([0.25, 0.025, 0.0025]), "one draft is trial enough"
+  assert list_chances(0.5, 3, later=0.1) == pytest.approx([0.5, 0.05, 0.005]), "one draft is trial enough"
+  assert list_chances(0.5, 3, 2, later=0.1) == pytest.approx([0.005, 0.0005, 0.00005]), (
+    "only the first guess is the first"
+  )
 
 
 def test_where_tokens_are_free_all_drafts_pay():
@@ -117,6 +120,26 @@ def test_a_rate_follows_a_request_and_not_only_all():
     rates.note_row(good, "ngram2", 3, 3)
     rates.note_row(bad, "ngram2", 3, 0)
   assert rates.estimate_rate(good, "ngram2") > 0.9 > 0.2 > rates.estimate_rate(bad, "ngram2")
+
+
+def test_further_drafts_of_long_copies_are_surer_than_the_first():
+  rates = AcceptanceRates()
+  for number in range(60):  # half of the matches are copies, to their end
+    rates.note_row({}, "prompt2", 7, 7 * (number % 2))
+  assert rates.estimate_rate({}, "prompt2") == pytest.approx(0.5, abs=0.05)
+  assert rates.estimate_later({}, "prompt2", is_trial=False) > 0.9
+  twin = AcceptanceRates()
+  twin.restore_state(rates.state())
+  assert twin.estimate_later({}, "prompt2", is_trial=False) == rates.estimate_later({}, "prompt2", is_trial=False)
+
+
+def test_further_drafts_are_no_less_likely_than_the_first():
+  """Copies that end after a token say nothing about the next request's."""
+  rates = AcceptanceRates()
+  for _ in range(60):
+    rates.note_row({}, "prompt8", 7, 1)
+  for is_trial in (False, True):
+    assert rates.estimate_later({}, "prompt8", is_trial) == rates.estimate_rate({}, "prompt8", is_trial) > 0.9
 
 
 def test_only_trials_are_tried_whatever_others_say():

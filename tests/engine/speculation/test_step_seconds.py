@@ -75,10 +75,10 @@ def test_as_measured_times_count_whole_for_longer():
   note(times, 2, 0.04, 8)
   note(times, 4, 0.05, 100)
   assert times.estimate_steps(1, 3) == times.estimate_steps(1, 3, as_measured=True)
-  times.pass_steps(800)
+  times.follow_others(800, 1.0)
   assert times.estimate_steps(1, 3)[3] < 0.04, "old times count less"
   assert times.estimate_steps(1, 3, as_measured=True) == pytest.approx([0.01, 0.04, 0.045, 0.05])
-  times.pass_steps(1300)
+  times.follow_others(1300, 1.0)
   assert times.estimate_steps(1, 3, as_measured=True)[3] < 0.04, "the size is tried again"
 
 
@@ -107,7 +107,7 @@ def test_a_change_of_a_well_known_size_is_one_of_all():
   note(times, 1, 0.02, 100)
   assert times.estimate_steps(1, 3)[::3] == pytest.approx([0.02, 0.0725], rel=0.01), "a part is its own"
   assert times.note_step(4, 0.5) == 1.0, "a size with few measurements says nothing of others"
-  times.scale_all(0.5)
+  times.follow_others(0, 0.5)
   assert times.estimate_steps(1, 0) == pytest.approx([0.01], rel=0.01)
 
 
@@ -157,18 +157,18 @@ def test_a_measurement_expires():
   note(times, 2, 0.51, 8)
   for _ in range(2048):
     times.note_step(1, 0.01)
-    times.pass_steps()
+    times.follow_others(1, 1.0)
   assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.26]), (
     "half of what is more, as it was not measured for long"
   )
-  times.pass_steps(4)
+  times.follow_others(4, 1.0)
   assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.01]), "it is tried again"
 
 
 def test_a_size_without_more_tokens_counts_as_half_if_it_was_not_measured_for_long():
   times = StepSeconds(None)
   note(times, 8, 0.5)
-  times.pass_steps(128 + 1024 + 1)
+  times.follow_others(128 + 1024 + 1, 1.0)
   assert times.estimate_steps(8, 0) == pytest.approx([0.25])
 
 
@@ -197,7 +197,7 @@ def test_few_steps_longer_than_their_tokens_one_after_another_count_for_a_while_
   note(times, 4, 0.039)
   note(times, 1, 0.01, 125)
   assert times.estimate_steps(1, 1) == pytest.approx([0.01, 0.039]), "no more than four tokens"
-  times.pass_steps(4)
+  times.follow_others(4, 1.0)
   found = times.estimate_steps(1, 3)
   assert 0.01 < found[1] < 0.02 and found[3] == pytest.approx(0.039, rel=0.01), "four tokens may take as long"
   times.set_hope(False)
@@ -228,7 +228,7 @@ def test_without_hope_only_known_sizes_have_a_time_and_old_ones_keep_theirs(ladd
   note(times, 4, 0.03)
   known = times.estimate_steps(2, 2)
   assert known[2] == 0.03 and UNKNOWN not in known
-  times.pass_steps(2000)
+  times.follow_others(2000, 1.0)
   assert times.estimate_steps(2, 2) == known
   times.set_hope(True)
   assert times.estimate_steps(2, 2)[2] < 0.03
@@ -241,7 +241,7 @@ def test_estimates_are_kept_until_the_next_measurement():
   note(times, 2, 0.02, 9)
   measured = times.estimate_step(2)
   assert measured > 0.01
-  times.scale_all(2.0)
+  times.follow_others(0, 2.0)
   assert times.estimate_step(2) == pytest.approx(2 * measured)
   times.restore_state(other)
   assert times.estimate_step(2) == UNKNOWN
