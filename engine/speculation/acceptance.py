@@ -1,6 +1,6 @@
 """Estimates how many drafts of a request are accepted: a rate for each source, by request and over all. Pure Python.
 
-A row's drafts are accepted up to the first wrong one. So a row is a series of trials with one failure at most, and the
+A row's drafts are accepted up to the first wrong one. So a row is a series of trials with one failure at most. The
 chance that its first j drafts are accepted is rate * later**(j - 1): after an accepted draft, further ones are surer.
 Rates are of recent rows: older ones lose weight. Over all requests only the first draft of each row counts for the
 rate: a long copy says little about whether the next request copies. It says how far copies go.
