@@ -25,8 +25,7 @@ class Batching:
 
   Attributes:
     reserves: a request takes blocks for its prompt and max_tokens when it joins, and is never preempted.
-    chunk_limit: most prompt tokens of a step.
-    first_limit: the same of a step before which no request runs.
+    chunk_limit, first_limit: see prompt_limit; `chunk_limit` also cuts long prompts.
     whole_prompts: a prompt joins only if it fits the step whole, unless the step has no other prompt.
     fills_padding: prompt tokens may use the padding of a step.
   """
@@ -42,6 +41,10 @@ class Batching:
   def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
     """Returns how many waiting requests may join now. Called before the admissions of a step if any wait."""
     return _ALL
+
+  def prompt_limit(self, num_running: int) -> int:
+    """Returns the most prompt tokens of a step before which `num_running` requests run."""
+    return self.chunk_limit if num_running else self.first_limit
 
   def row_limit(self) -> int:
     """Returns the most prompt tokens of one row in a step."""

@@ -278,7 +278,7 @@ class Scheduler:
     running, block_size = self._running, self.config.block_size
     plan = StepPlan(self.ladder.max_tokens - len(running), self.ladder.max_logits - len(running))
     batching = self._batching
-    chunk_left, row_limit = batching.chunk_limit if running else batching.first_limit, batching.row_limit()
+    chunk_left, row_limit = batching.prompt_limit(len(running)), batching.row_limit()
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
     # New constrained requests join the step of the others; rows in both steps would make both more expensive.
     held = self._constrained_step in self._launched

@@ -308,7 +308,8 @@ class DraftCosts:
     table = self._select_table(proposing, behind=False)
     alone = table.estimate_steps(num_tokens, len(behind) - 1, behind[0], as_measured)
     host, found = alone[0] - behind[0], []
-    for each, other, measured in zip(alone, behind, table.read_steps(num_tokens, len(behind) - 1), strict=True):
+    for count, (each, other) in enumerate(zip(alone, behind, strict=True)):
+      measured = table.read_seconds(num_tokens + count)
       if measured != UNKNOWN:
         found.append(min(each, measured))
       else:

@@ -111,14 +111,6 @@ class StepSeconds:
     point = self._points.get(self._size_of(num_tokens))
     return self._scale * point[1] if point is not None and point[1] > 0 else UNKNOWN
 
-  def read_steps(self, num_tokens: int, count: int) -> list[float]:
-    """Returns what `read_seconds` returns for `num_tokens` and up to `count` more tokens."""
-    points, scale, found = self._points, self._scale, []
-    for tokens in range(num_tokens, num_tokens + count + 1):
-      point = points.get(self._size_of(tokens))
-      found.append(scale * point[1] if point is not None and point[1] > 0 else UNKNOWN)
-    return found
-
   def follow_others(self, num_steps: int, factor: float) -> None:
     """Notes steps of another kind, by which steps of all kinds have changed by `factor`."""
     self._num_steps += num_steps

@@ -46,7 +46,7 @@ BUGS = (
     "if len(decodes) != len(self._columns.requests):",
   ),
   Bug("chunks grow where nothing is padded", "batching", "fills_padding=config.computes_padding", "fills_padding=True"),
-  Bug("prompts beside decodes fill the largest rung", "scheduler", "chunk_limit if running else batching.", ""),
+  Bug("prompts beside decodes fill the largest rung", "batching", "chunk_limit if num_running else self.", ""),
   Bug(
     "the last piece of a prompt is a rest",
     "batching",

@@ -519,7 +519,7 @@ class CountedReplica:
     if decodes:
       pool.take(self._phases[self._step % size])
     self._took_blocks = True
-    tokens_left, chunk_left = self._max_tokens - self._rows_held, batching.chunk_limit
+    tokens_left, chunk_left = self._max_tokens - self._rows_held, batching.prompt_limit(self._rows_held)
     rows: list[list] = []  # [request, tokens]
     for request in tuple(self._prefilling):
       if request.begin_step == -2:  # preempted in this step

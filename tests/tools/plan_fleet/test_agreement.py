@@ -38,6 +38,12 @@ def test_one_replica_agrees_with_the_scheduler(rate: float, overlap: bool, compu
   check(compare_simulators(settings, costs, FleetPlan(), load(200, rate)), SAME)
 
 
+@pytest.mark.parametrize("rate", [10.0, 60.0])
+def test_prompts_that_fill_the_largest_rung_where_nothing_runs_agree(rate: float):
+  costs, settings = dataclasses.replace(FAST, by_tokens=True), config(computes_padding=False, prefill_chunk=96)
+  check(compare_simulators(settings, costs, FleetPlan(), load(200, rate)), SAME)
+
+
 def test_a_host_slower_than_its_device_agrees():
   host = dataclasses.replace(FAST.host, launch_s=3e-3)
   check(compare_simulators(config(), dataclasses.replace(FAST, host=host), FleetPlan(), load(150, 30.0)), SAME)
